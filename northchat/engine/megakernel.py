@@ -1,0 +1,460 @@
+"""The decode megakernel: repacked weights, argument checks, launches.
+
+Importing needs no GPU and no compiled extension; making a `Megakernel` needs both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from northchat.engine.schedule import HEAD_DIM, NORTH_MINI_CODE, PAGE, SMALL, UNIT, WARPS, Dims, Schedule, build
+
+__all__ = ["NORTH_MINI_CODE", "SMALL", "Dims", "Megakernel", "MegakernelError", "Weights", "kv_pool", "rope_table"]
+
+Get = Callable[[str], torch.Tensor]
+
+PHASES = ("", "weights", "slot free", "residual (H1)", "QKV (H2a)", "attention (H3a)", "activations", "results", "token", "drain")
+
+
+class MegakernelError(RuntimeError):
+    """A step failed on the device: a wait ran out, or a check did. Carries layer (`layers` = head), phase and SM."""
+
+    def __init__(self, layer: int, phase: str, sm: int) -> None:
+        super().__init__(
+            f"the decode kernel gave up waiting for {phase!r} in layer {layer} on SM {sm}; "
+            "another program may hold SMs of this GPU: free it, then call reset() and repeat the step"
+        )
+        self.layer, self.phase, self.sm = layer, phase, sm
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def pack_rows(weight: torch.Tensor) -> torch.Tensor:
+    """[rows, hidden] bf16 -> [rows/8, 8*hidden] in the order of tensor-core fragments.
+
+    A chunk is an m16 tile that holds the first half of the hidden vector in its rows 0-7 and the second in its rows 8-15, so
+    8 rows are complete in one SM. Order: unit, warp (a 16th of the hidden vector in each half), k-step of 16, lane (row*4 + t),
+    then the lane's 8 elements as (k-octet, half, pair element).
+    """
+    rows, hidden = weight.shape
+    steps = hidden // 2 // WARPS // 16
+    view = weight.reshape(rows // UNIT, UNIT, 2, WARPS, steps, 2, 4, 2)
+    return view.permute(0, 3, 4, 1, 6, 5, 2, 7).reshape(rows // UNIT, UNIT * hidden)
+
+
+def unpack_rows(packed: torch.Tensor, hidden: int) -> torch.Tensor:
+    """The inverse of `pack_rows`."""
+    units, steps = packed.shape[0], hidden // 2 // WARPS // 16
+    view = packed.reshape(units, WARPS, steps, UNIT, 4, 2, 2, 2)
+    return view.permute(0, 3, 6, 1, 2, 5, 4, 7).reshape(units * UNIT, hidden)
+
+
+def pack_columns(weight: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8].
+
+    A thread owns rows 4*tid..4*tid+3 of every 1024, so piece (row // 1024, row % 4, tid) holds 8 channels of one row; the
+    router's rows follow in plain order.
+    """
+    *lead, hidden, channels = weight.shape
+    units = channels // UNIT
+    rows = weight.reshape(*lead, hidden // 1024, 256, 4, units, UNIT)
+    n = len(lead)
+    rows = rows.permute(*range(n), n + 3, n, n + 2, n + 1, n + 4).reshape(*lead, units, hidden * UNIT)
+    logits = router.reshape(*lead, router.shape[-2], units, UNIT).transpose(-3, -2).reshape(*lead, units, -1)
+    return torch.cat([rows, logits], dim=-1)
+
+
+def unpack_columns(packed: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[units, (hidden+experts)*8] -> ([hidden, channels], [experts, channels]); the inverse of `pack_columns`."""
+    units = packed.shape[0]
+    rows = packed[:, : hidden * UNIT].reshape(units, hidden // 1024, 4, 256, UNIT)
+    logits = packed[:, hidden * UNIT :].reshape(units, -1, UNIT)
+    return (
+        rows.permute(1, 3, 2, 0, 4).reshape(hidden, units * UNIT),
+        logits.permute(1, 0, 2).reshape(-1, units * UNIT),
+    )
+
+
+def qkv_rows(dims: Dims, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The fused projection, one KV head after the other: its 8 query heads, its key, its value."""
+    h, g = dims.hidden, dims.kv_heads
+    return torch.cat([q.view(g, -1, h), k.view(g, HEAD_DIM, h), v.view(g, HEAD_DIM, h)], dim=1).reshape(-1, h)
+
+
+@dataclass
+class LayerWeights:
+    """One layer, repacked: flat bf16 tensors on the device and the norm's weight [hidden]."""
+
+    qkv: torch.Tensor
+    experts: torch.Tensor
+    oproj: torch.Tensor
+    norm: torch.Tensor
+
+
+@dataclass
+class Weights:
+    """A model in the order in which the kernel's ring streams it.
+
+    Besides the checkpoint's own weights it holds the router of layer l+1 multiplied into layer l's output projection and down
+    projections (2 % more bytes): the router's logits are linear in the residual, so they are ready as soon as the residual is.
+    """
+
+    dims: Dims
+    layers: list[LayerWeights]
+    head: torch.Tensor
+    norm: torch.Tensor
+
+    @classmethod
+    def pack(cls, dims: Dims, get: Get, *, device: str | torch.device = "cuda") -> Weights:
+        """Repacks tensor by tensor, in the order of layers: each name is asked for once, and may be dropped by `get` after the next call.
+
+        get(name): a bf16 tensor by its name in transformers: model.embed_tokens.weight, model.norm.weight, and under
+        model.layers.{l}.: input_layernorm.weight, self_attn.{q,k,v,o}_proj.weight, mlp.gate.weight (router, layers >= 1),
+        mlp.{gate,up,down}_proj.weight (layer 0). Experts are asked for as mlp.experts.gate_up_proj [experts, 2*intermediate, hidden]
+        and mlp.experts.down_proj [experts, hidden, intermediate]; where `get` raises KeyError, as
+        mlp.experts.{e}.{gate,up,down}_proj.weight. The norm and the router of layer l+1 are asked for with layer l.
+        Raises ValueError on a wrong shape.
+        """
+
+        def load(name: str, *shape: int) -> torch.Tensor:
+            tensor = get(name)
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model needs {shape}")
+            return tensor.to(device=device, dtype=torch.bfloat16)
+
+        d, layers = dims, []
+        q_width, kv_width = d.heads * HEAD_DIM, d.kv_heads * HEAD_DIM
+        norm = load("model.layers.0.input_layernorm.weight", d.hidden)
+        for layer in range(d.layers):
+            name = f"model.layers.{layer}."
+            if layer + 1 < d.layers:
+                next_norm = load(f"model.layers.{layer + 1}.input_layernorm.weight", d.hidden)
+                gate = load(f"model.layers.{layer + 1}.mlp.gate.weight", d.experts, d.hidden)
+                router = gate.float() * next_norm.float()
+            else:
+                next_norm = load("model.norm.weight", d.hidden)
+                router = torch.zeros(d.experts, d.hidden, device=device)
+            qkv = pack_rows(
+                qkv_rows(
+                    d,
+                    load(name + "self_attn.q_proj.weight", q_width, d.hidden),
+                    load(name + "self_attn.k_proj.weight", kv_width, d.hidden),
+                    load(name + "self_attn.v_proj.weight", kv_width, d.hidden),
+                )
+            )
+            oproj = load(name + "self_attn.o_proj.weight", d.hidden, q_width)
+            layers.append(
+                LayerWeights(
+                    qkv=interleave_router(d, qkv, router),
+                    experts=cls._experts(d, name + "mlp.", layer == 0, router, get, load),
+                    oproj=pack_columns(oproj, (router @ oproj.float()).bfloat16()).reshape(-1),
+                    norm=norm,
+                )
+            )
+            norm = next_norm
+        head = pack_rows(load("model.embed_tokens.weight", d.vocab, d.hidden)).reshape(-1)
+        return cls(d, layers, head, norm)
+
+    @staticmethod
+    def _experts(
+        d: Dims, name: str, dense: bool, router: torch.Tensor, get: Get, load: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        h, i = d.hidden, d.dense_intermediate if dense else d.intermediate
+        if dense:
+            gate = load(name + "gate_proj.weight", i, h)
+            up = load(name + "up_proj.weight", i, h)
+            down = load(name + "down_proj.weight", h, i)
+            return pack_expert(gate, up, down, router).reshape(-1)
+        units = d.expert_units
+        out = torch.empty(d.experts, units, d.expert_unit // 2, dtype=torch.bfloat16, device=router.device)
+        try:
+            fused = load(name + "experts.gate_up_proj", d.experts, 2 * i, h)
+        except KeyError:
+            fused = None
+        if fused is not None:
+            down = load(name + "experts.down_proj", d.experts, h, i)
+            for e in range(d.experts):
+                out[e] = pack_expert(fused[e, :i], fused[e, i:], down[e], router)
+        else:
+            for e in range(d.experts):
+                one = f"{name}experts.{e}."
+                out[e] = pack_expert(
+                    load(one + "gate_proj.weight", i, h),
+                    load(one + "up_proj.weight", i, h),
+                    load(one + "down_proj.weight", h, i),
+                    router,
+                )
+        return out.reshape(-1)
+
+
+def pack_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """[units, elements]: per 8 channels the gate rows, the up rows, the columns of down with the router multiplied in."""
+    folded = (router @ down.float()).bfloat16()
+    return torch.cat([pack_rows(gate), pack_rows(up), pack_columns(down, folded)], dim=1)
+
+
+def interleave_router(dims: Dims, qkv: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """QKV chunks with 8 channels of the next layer's router [experts, 8] behind each chunk that carries a piece."""
+    pieces = router.bfloat16().view(dims.experts, -1, UNIT).transpose(0, 1).reshape(dims.hidden // UNIT, -1)
+    parts, piece = [], 0
+    for unit in range(dims.qkv_units):
+        parts.append(qkv[unit])
+        if dims.router_pieces_before(unit + 1) > piece:
+            parts.append(pieces[piece])
+            piece += 1
+    return torch.cat(parts)
+
+
+def rope_table(dims: Dims, positions: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """[positions, 64, 2] bf16: cosine and sine of position * theta^(-2i/128), angle in fp32, rounded to bf16 as the reference rounds them."""
+    inverse = 1.0 / dims.rope_theta ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.int64).float() / HEAD_DIM)
+    angle = torch.arange(positions, device=device).float()[:, None] * inverse.to(device)[None]
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).bfloat16().contiguous()
+
+
+def kv_pool(layers: int, pages: int, kv_heads: int, device: str | torch.device = "cuda") -> torch.Tensor:
+    """Zeros [layers of the group, pages, kv_heads, 2 (K, V), 64 tokens, 128] bf16; keys are stored after rotation."""
+    return torch.zeros(layers, pages, kv_heads, 2, PAGE, HEAD_DIM, dtype=torch.bfloat16, device=device)
+
+
+def extension() -> ModuleType:
+    """The compiled module; raises MegakernelUnavailable where it was not built."""
+    try:
+        from northchat import _megakernel
+    except ImportError as error:
+        raise RuntimeError(
+            "northchat was installed without its CUDA extension; install it again where nvcc >= 12.4 is on PATH"
+        ) from error
+    return _megakernel
+
+
+# ---- the kernel --------------------------------------------------------------------------------------------------------
+
+
+class Megakernel:
+    """One sequence's decode steps on one GPU.
+
+    kv_full, kv_sliding: pools as `kv_pool` makes them, of the full and of the sliding layers (pages of each group are numbered
+    separately; a page id holds for all layers of its group). max_context: tokens up to which positions may go.
+    num_sms: blocks to launch, at most the device's SMs (all of them if None); they must be free, or a step times out.
+    replicas: copies of the residual's accumulator (1, 2 or 4). in_flight: chunks (32 KB) that an SM keeps in flight at most.
+    Raises ValueError on arguments that don't fit each other, RuntimeError without a Hopper GPU or the extension.
+    """
+
+    def __init__(
+        self,
+        dims: Dims,
+        weights: Weights,
+        kv_full: torch.Tensor,
+        kv_sliding: torch.Tensor,
+        *,
+        max_context: int = 32768,
+        num_sms: int | None = None,
+        schedule: Schedule | None = None,
+        timeout_s: float = 1.0,
+        in_flight: int = 2,
+        replicas: int = 2,
+        native: ModuleType | None = None,
+    ) -> None:
+        self._native = native or extension()
+        device = kv_full.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            raise RuntimeError(f"the decode kernel needs a Hopper GPU (compute capability 9.0), got {device}")
+        available = torch.cuda.get_device_properties(device).multi_processor_count
+        if schedule is None:
+            schedule = build(dims, num_sms or available)
+        if schedule.dims != dims or not 0 < schedule.num_sms <= available:
+            raise ValueError(f"the schedule is for {schedule.dims.name} on {schedule.num_sms} SMs; the device has {available}")
+        if replicas not in (1, 2, 4) or not 1 <= in_flight <= 6:
+            raise ValueError(f"replicas must be 1, 2 or 4 and in_flight 1 to 6, got {replicas} and {in_flight}")
+        self._native.check_dims(dims.name, [
+            dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.experts, dims.top_k, dims.intermediate,
+            dims.dense_intermediate, dims.vocab, dims.window, dims.full_every,
+        ])  # fmt: skip
+        for name, pool, layers in (("kv_full", kv_full, dims.full_layers), ("kv_sliding", kv_sliding, dims.sliding_layers)):
+            if pool.shape != (layers, pool.shape[1], dims.kv_heads, 2, PAGE, HEAD_DIM):
+                raise ValueError(f"{name} has shape {tuple(pool.shape)}, see kv_pool(); the group has {layers} layers")
+            if pool.dtype != torch.bfloat16 or not pool.is_contiguous() or pool.device != device or pool.data_ptr() % 128:
+                raise ValueError(f"{name} must be contiguous bf16 on {device}, aligned to 128 bytes")
+        self.dims, self.weights, self.schedule, self.max_context = dims, weights, schedule, max_context
+        self.device, self.replicas, self.in_flight, self.timeout_s = device, replicas, in_flight, timeout_s
+        self._pools = (kv_full, kv_sliding)
+        pages = -(-max_context // PAGE)
+        int32 = {"dtype": torch.int32, "device": device}
+        self._tables = (torch.zeros(pages, **int32), torch.zeros(pages, **int32))
+        self._host_tables: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)] * 2
+        self._tasks = torch.tensor(schedule.table(), **int32)
+        self._rope = rope_table(dims, max_context, device)
+        self._layers = torch.tensor(
+            [[w.qkv.data_ptr(), w.experts.data_ptr(), w.oproj.data_ptr(), w.norm.data_ptr()] for w in weights.layers]
+            + [[weights.head.data_ptr(), 0, 0, weights.norm.data_ptr()]],
+            dtype=torch.int64,
+            device=device,
+        )
+        if bool((self._layers % 16).any()):
+            raise ValueError("weights must be aligned to 16 bytes")
+        fp32 = {"dtype": torch.float32, "device": device}
+        self._sums = torch.zeros(3, replicas, dims.hidden + dims.experts, **fp32)
+        self._qkv = torch.zeros(dims.qkv_units * UNIT, **fp32)
+        self._partials = torch.zeros(schedule.splits, dims.heads, HEAD_DIM, **fp32)
+        self._softmax = torch.zeros(schedule.splits, dims.heads, 2, **fp32)
+        self._counters = torch.zeros(32, 32, **int32)
+        self._best = torch.zeros(schedule.num_sms, 2, **int32)
+        self._out = torch.zeros(8, **int32)
+        """token, -, error word (2 x 32 bits)"""
+        self.routing = torch.zeros(dims.layers, dims.top_k, **int32)
+        """Experts of the last step in order of rank, on the device; layer 0 is unused."""
+        self.logits = torch.zeros(dims.vocab, **fp32)
+        self._epoch = 0
+        self._pinned = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+
+    def step(
+        self,
+        token: int | None,
+        position: int,
+        page_table_full: Sequence[int] | torch.Tensor,
+        page_table_sliding: Sequence[int] | torch.Tensor,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        force_routing: torch.Tensor | None = None,
+        want_logits: bool = False,
+    ) -> int:
+        """Computes `token` at `position` (0-based) and returns the token that follows; see `launch` and `result`.
+
+        With want_logits the fp32 logits are in `self.logits` [vocab] afterwards.
+        """
+        self.launch(
+            token,
+            position,
+            page_table_full,
+            page_table_sliding,
+            temperature=temperature,
+            seed=seed,
+            force_routing=force_routing,
+            want_logits=want_logits,
+        )
+        return self.result()
+
+    def launch(
+        self,
+        token: int | None,
+        position: int,
+        page_table_full: Sequence[int] | torch.Tensor,
+        page_table_sliding: Sequence[int] | torch.Tensor,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        force_routing: torch.Tensor | None = None,
+        want_logits: bool = False,
+        hidden: torch.Tensor | None = None,
+        ticks: torch.Tensor | None = None,
+        stall_sm: int = -1,
+    ) -> None:
+        """Queues a step on the current stream and returns at once.
+
+        token: None takes the token of the step before, which never leaves the device. Page tables (host): physical page of each
+        logical page 0..position // 64; on sliding layers entries before the window are ignored (-1 will do). Key and value of
+        the new token are written into both groups' pages. temperature 0 is greedy, else the token is drawn by Gumbel-max from
+        (seed, position). force_routing: int32 [layers, top_k] on the device, experts to take instead of the best (row 0 unused).
+        hidden: fp32 [layers + 1, hidden], receives the residual before each layer and after the last. ticks: int64
+        [num_sms, layers + 1, 16], receives times in ns (docs/megakernel.md). stall_sm: an SM that stops signalling, to test time-outs.
+        Raises ValueError on any argument out of range, before anything is queued.
+        """
+        d = self.dims
+        if token is not None and not 0 <= token < d.vocab:
+            raise ValueError(f"token {token} is not in 0..{d.vocab - 1}")
+        if not 0 <= position < self.max_context:
+            raise ValueError(f"position {position} is not in 0..{self.max_context - 1} (max_context)")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        self._upload(0, page_table_full, position, 0)
+        self._upload(1, page_table_sliding, position, max(0, position - d.window + 1) // PAGE)
+        for name, tensor, dtype, shape in (
+            ("force_routing", force_routing, torch.int32, (d.layers, d.top_k)),
+            ("hidden", hidden, torch.float32, (d.layers + 1, d.hidden)),
+            ("ticks", ticks, torch.int64, (self.schedule.num_sms, d.layers + 1, 16)),
+        ):
+            if tensor is not None and (
+                tensor.dtype != dtype or tensor.shape != shape or tensor.device != self.device or not tensor.is_contiguous()
+            ):
+                raise ValueError(f"{name} must be contiguous {dtype} {shape} on {self.device}")
+        self._native.step(
+            d.name,
+            {
+                "layers": self._layers.data_ptr(),
+                "rope": self._rope.data_ptr(),
+                "kv_full": self._pools[0].data_ptr(),
+                "kv_sliding": self._pools[1].data_ptr(),
+                "table_full": self._tables[0].data_ptr(),
+                "table_sliding": self._tables[1].data_ptr(),
+                "tasks": self._tasks.data_ptr(),
+                "sums": self._sums.data_ptr(),
+                "qkv": self._qkv.data_ptr(),
+                "partials": self._partials.data_ptr(),
+                "softmax": self._softmax.data_ptr(),
+                "counters": self._counters.data_ptr(),
+                "best": self._best.data_ptr(),
+                "out": self._out.data_ptr(),
+                "routing": self.routing.data_ptr(),
+                "logits": self.logits.data_ptr() if want_logits else 0,
+                "forced": force_routing.data_ptr() if force_routing is not None else 0,
+                "hidden": hidden.data_ptr() if hidden is not None else 0,
+                "ticks": ticks.data_ptr() if ticks is not None else 0,
+            },
+            {
+                "pages_full": self._pools[0].shape[1],
+                "pages_sliding": self._pools[1].shape[1],
+                "token": -1 if token is None else token,
+                "position": position,
+                "epoch": self._epoch & 0xFFFFFFFF,
+                "replicas": self.replicas,
+                "in_flight": self.in_flight,
+                "num_sms": self.schedule.num_sms,
+                "stall_sm": stall_sm,
+                "seed": seed & 0xFFFFFFFFFFFFFFFF,
+                "timeout_ns": int(self.timeout_s * 1e9),
+            },
+            0.0 if temperature == 0 else 1.0 / temperature,
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+        self._epoch += 1
+
+    def result(self) -> int:
+        """Waits for the last step and returns its token; raises MegakernelError if a step since the last reset failed."""
+        self._pinned.copy_(self._out, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        token, _, low, high = self._pinned[:4].tolist()
+        if high or low:
+            raise MegakernelError((high >> 16) & 0x7FFF, PHASES[high & 0xFFFF], low)
+        return int(token)
+
+    def reset(self) -> None:
+        """After a MegakernelError: clears counters, sums and the error word. The KV pools are kept."""
+        torch.cuda.synchronize(self.device)
+        for tensor in (self._sums, self._counters, self._out):
+            tensor.zero_()
+        self._epoch = 0
+
+    def _upload(self, group: int, table: Sequence[int] | torch.Tensor, position: int, first: int) -> None:
+        name, pages = ("page_table_full", "page_table_sliding")[group], self._pools[group].shape[1]
+        host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
+        need = position // PAGE + 1
+        known = self._host_tables[group]
+        if known.numel() >= need and host.numel() >= need and torch.equal(known[first:need], host[first:need]):
+            return
+        if host.dim() != 1 or host.numel() < need:
+            raise ValueError(f"{name} needs {need} entries for position {position}, has {host.numel()}")
+        used = host[first:need]
+        if int(used.min()) < 0 or int(used.max()) >= pages:
+            raise ValueError(f"{name} names a page outside 0..{pages - 1}: {int(used.min())}..{int(used.max())}")
+        if need > self._tables[group].numel():
+            raise ValueError(f"{name} is longer than max_context {self.max_context} allows")
+        self._host_tables[group] = host[:need].clone()
+        self._tables[group][:need].copy_(host[:need])
