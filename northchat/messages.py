@@ -25,6 +25,8 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_calls: list[ToolCall] = []
     tool_call_id: str = ""
     """Of a tool message: the call it answers."""
+    interrupted: bool = False
+    """Of an assistant message: it was stopped before its end."""
 
 
 class ToolSpec(msgspec.Struct, omit_defaults=True):
@@ -84,6 +86,8 @@ class Stats(msgspec.Struct, omit_defaults=True):
     """From submission in the host to the first token out of the core."""
     context_used: int | None = None
     context_limit: int | None = None
+    estimated: bool = False
+    """tok_s and ttft_s were measured by the client from the arrival of chunks, not by the engine."""
 
 
 class Text(msgspec.Struct, tag="text"):
