@@ -89,8 +89,8 @@ def _normalise(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path} is of model type {model_type!r}; of directories these are supported: {', '.join(MODEL_TYPES)}"
         )
-    for key, kind in _REQUIRED.items():
-        if not isinstance(config.get(key), kind):
+    for key, number in _REQUIRED.items():
+        if not isinstance(config.get(key), number):
             raise ModelError(f"{path} has {'a senseless' if key in config else 'no'} {key}")
     if "quantization_config" in config:
         raise ModelError(f"{path} is quantised; unquantised safetensors or a GGUF file are supported")
