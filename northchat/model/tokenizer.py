@@ -4,7 +4,6 @@ A chat format puts markers (`<|im_start|>`) in by id. Text goes through an encod
 string inside a message becomes ordinary pieces.
 """
 
-import codecs
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ class Tokenizer:
             model = document["model"]
             if model.get("type", "BPE") != "BPE":
                 raise ModelError(f"{path} is a tokenizer of kind {model['type']}; BPE is supported")
-            self.markers: dict[str, int] = {token["content"]: token["id"] for token in document["added_tokens"]}
-            """Added tokens: string → id."""
             self._bytes = _byte_table(document)
-            _forget_markers(document)
+            self.markers = _forget_markers(document)
+            """Added tokens: string → id."""
             self._backend = Backend.from_buffer(msgspec.json.encode(document))
         except OSError as error:
             raise ModelError(f"can't read {path}: {error.strerror}") from error
@@ -54,7 +52,7 @@ class Tokenizer:
         return ids
 
     def token_id(self, marker: str) -> int | None:
-        """The id of an added token, None when there is no such token."""
+        """The id of a marker, None when there is no such token."""
         return self.markers.get(marker)
 
     def token_bytes(self, token: int) -> bytes:
@@ -69,43 +67,24 @@ class Tokenizer:
         """Bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def decoder(self) -> "Decoder":
-        return Decoder(self)
 
-
-class Decoder:
-    """Ids to text as they come: bytes of a character that may yet be completed are held back."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
-
-    def finish(self) -> str:
-        """What was held back, now known to be incomplete, as U+FFFD; the decoder is then as new."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
-
-
-def _forget_markers(document: dict[str, Any]) -> None:
-    """Take added tokens out of the encoder, ids of all others staying as they are.
+def _forget_markers(document: dict[str, Any]) -> dict[str, int]:
+    """Take added tokens out of the encoder, ids of all others staying as they are; returns them.
 
     Runs of white space are the exception: as added tokens they stand for text, not for structure, and are kept. Others
     are also taken out of the vocabulary, where a merge or `ignore_merges` could reach them.
     """
     model, added = document["model"], document["added_tokens"]
-    markers = {token["content"] for token in added if token["content"].strip() or token["special"]}
-    document["added_tokens"] = [token for token in added if token["content"] not in markers]
+    forgotten = {token["content"]: token["id"] for token in added if token["content"].strip() or token["special"]}
+    document["added_tokens"] = [token for token in added if token["content"] not in forgotten]
     document["post_processor"] = document["truncation"] = document["padding"] = None
     # A single byte or character is where merging starts; without it text could not be encoded.
-    markers = {marker for marker in markers if len(marker) > 1}
+    markers = {marker for marker in forgotten if len(marker) > 1}
     vocabulary = model["vocab"]
     for marker in markers - {model.get("unk_token")}:
         vocabulary.pop(marker, None)
     model["merges"] = [merge for merge in model["merges"] if not markers.intersection(_pieces(merge))]
+    return forgotten
 
 
 def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
