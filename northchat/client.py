@@ -52,7 +52,7 @@ class Health(msgspec.Struct):
     status: Literal["loading", "ready", "failed"]
     model: str = ""
     device: str = ""
-    dtype: str = ""
+    dtype: str | None = None
     progress: LoadProgress | None = None
     message: str | None = None
     """With status=failed: why, in one line."""
