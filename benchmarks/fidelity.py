@@ -211,8 +211,10 @@ def _swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def rope_tables(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32 [n, 1, head_dim / 2], of fp32 angles."""
-    even = torch.arange(0, shape.head_dim, 2, dtype=torch.float, device=positions.device)
-    angles = positions[:, None].float() * (1.0 / shape.rope_theta ** (even / shape.head_dim))
+    # The frequencies are made on the CPU, as transformers does: a last bit of one is 0.002 rad at position 32768.
+    even = torch.arange(0, shape.head_dim, 2, dtype=torch.float)
+    frequencies = 1.0 / shape.rope_theta ** (even / shape.head_dim)
+    angles = positions[:, None].float() * frequencies.to(positions.device)
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
@@ -275,9 +277,8 @@ class Transformers:
         with torch.device("meta"):
             whole = Cohere2MoeForCausalLM(config).eval().bfloat16()
         self.model = whole.model
-        # Made on the meta device it has no values, and in bf16 the frequencies would be rounded.
-        with torch.device(device):
-            self.model.rotary_emb = type(self.model.rotary_emb)(config)
+        # Made on the meta device it has no values, and in bf16 its frequencies would be rounded.
+        self.model.rotary_emb = type(self.model.rotary_emb)(config).to(device)
         self.embedding = weights("model.embed_tokens.weight")
         self._set(self.model.embed_tokens, "weight", self.embedding)
         self._set(self.model.norm, "weight", weights("model.norm.weight"))
@@ -555,18 +556,20 @@ def compare(reference: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return ((p - q) * p.exp()).sum(-1).cpu(), (reference.argmax(-1) == logits.argmax(-1)).cpu()
 
 
-def exact() -> None:
-    """Turn off everything that makes fp32 products less than fp32, on the GPU."""
+def exact(device: torch.device) -> None:
+    """Have fp32 products computed in fp32. Raises RuntimeError where something (an environment variable) prevents it."""
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(device)
+    error = ((a @ a).double() - a.double() @ a.double()).abs().max().item()
+    if error > 1e-4:
+        raise RuntimeError(f"fp32 products on {device} are off by {error:.1g}: is TF32 forced on?")
 
 
 @torch.inference_mode()
 def measure(shape: Shape, weights: RandomWeights, prompt: Prompt, make: DecoderFactory) -> Report:
     """Run both measures."""
-    exact()
     device, report = weights.device, Report()
+    exact(device)
     timed = _clock(device, report.seconds)
     count, contexts = prompt.branches.shape[1], prompt.contexts
     branches = prompt.branches.to(device)
