@@ -37,6 +37,7 @@ class Endpoint:
 class ModelInfo:
     id: str
     max_model_len: int | None
+    owned_by: str = ""
 
 
 class LoadProgress(msgspec.Struct):
@@ -275,7 +276,7 @@ def _model_list(body: bytes) -> list[ModelInfo]:
     if not isinstance(listed, dict):
         raise ClientError("The server's list of models is no JSON object", "Check --base-url", code="bad_reply")
     entries = [entry for entry in listed.get("data") or [] if isinstance(entry, dict) and entry.get("id")]
-    return [ModelInfo(str(entry["id"]), _context(entry)) for entry in entries]
+    return [ModelInfo(str(entry["id"]), _context(entry), str(entry.get("owned_by"))) for entry in entries]
 
 
 def _context(entry: dict[str, Any]) -> int | None:
