@@ -127,8 +127,8 @@ class KVCache:
                 checked += 1
             else:
                 hit, checked = missing, 0
-        if hit < reach and reach not in table.marks:
-            # Others share this much and will again; what is computed now to close the gap is worth keeping.
+        if reach and reach not in table.marks:
+            # Another request had the same up to here and parted; more will, so what they need is worth keeping.
             table.marks.append(reach)
         return hit * self.page_size
 

@@ -1,104 +1,12 @@
 """Scheduler and pages together, against a model that knows only what its pages say."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from fake_executor import FakeExecutor, alone
+from fake_executor import alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from northchat.engine.kv_cache import KVCache
-from northchat.engine.protocol import Output, Sampling, Submit
-from northchat.engine.scheduler import Launch, Scheduler
-
-
-@dataclass
-class Got:
-    ids: list[int] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-
-    @property
-    def finish(self) -> str | None:
-        return self.outputs[-1].finish if self.outputs else None
-
-    @property
-    def cached(self) -> int | None:
-        return next((output.cached for output in self.outputs if output.cached is not None), None)
-
-
-class Rig:
-    """Drives a scheduler as the core does, checking integrity after each step."""
-
-    def __init__(
-        self,
-        windows: Sequence[int | None] = (None,),
-        pages: Sequence[int] = (64,),
-        page: int = 4,
-        chunk: int = 8,
-        mixed_chunk: int = 4,
-        rows: int = 4,
-        limit: int = 64,
-        overlap: bool = False,
-    ) -> None:
-        self.executor = FakeExecutor(windows, page, limit)
-        self.executor.allocate(pages)
-        cache = KVCache(self.executor.groups, pages, chunk, page, key=b"fixed")
-        self.scheduler = Scheduler(cache, self.executor.vocab_size, limit, chunk, mixed_chunk, rows)
-        self.got: dict[int, Got] = {}
-        self._overlap = overlap
-        self._flight: tuple[int, Launch] | None = None
-
-    def add(self, rid: int, prompt: Sequence[int], max_tokens: int = 4, **more: object) -> Got:
-        self.got[rid] = Got()
-        refusal = self.scheduler.add(Submit(rid, list(prompt), max_tokens, Sampling(), **more))
-        self._take([refusal] if refusal else [])
-        return self.got[rid]
-
-    def abort(self, rid: int) -> None:
-        output = self.scheduler.abort(rid)
-        self._take([output] if output else [])
-
-    def step(self) -> Launch:
-        launch = self.scheduler.schedule()
-        self._check()
-        started = (self.executor.submit(launch.batch), launch) if launch.rows else None
-        if self._flight is not None:
-            self._publish()
-        self._flight = started
-        if not self._overlap and started is not None:
-            self._publish()
-        return launch
-
-    def run(self, steps: int = 1000) -> None:
-        while self.scheduler.busy or self._flight:
-            self.step()
-            steps -= 1
-            assert steps, "no end in sight"
-
-    def _publish(self) -> None:
-        assert self._flight is not None
-        (handle, launch), self._flight = self._flight, None
-        self._take(self.scheduler.publish(launch, self.executor.poll(handle)))
-        self._check()
-
-    def _take(self, outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            got = self.got[output.rid]
-            assert got.finish is None, "an output after the last one"
-            got.ids += output.ids
-            got.outputs.append(output)
-        for rid in self.scheduler.retired:
-            self.executor.release(rid)
-        self.scheduler.retired.clear()
-
-    def _check(self) -> None:
-        scheduler = self.scheduler
-        scheduler.cache.check_integrity(request.table for request in (*scheduler.running, *scheduler.waiting))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(seed * 37 + n * n + 3 * n) % 97 for n in range(length)]
+from rig import Rig, prompt
 
 
 @dataclass
@@ -176,3 +84,156 @@ def test_each_request_gets_the_tokens_it_gets_alone(
         assert got.ids == expected
         assert got.finish == ("stop" if expected and expected[-1] in job.stop_ids else "length")
     assert sorted(rig.executor.released) == sorted(rig.got), "sampler state is left behind"
+
+
+def test_one_long_prompt_is_computed_in_chunks_and_pads_nothing() -> None:
+    rig = Rig(chunk=8)
+    got = rig.add(1, prompt(21), max_tokens=1)
+    rig.run()
+    assert [output.computed for output in got.outputs] == [8, 16, 21]
+    assert rig.executor.computed == 21
+    assert got.ids == alone((None,), prompt(21), 1)
+
+
+def test_prefill_chunks_shrink_while_others_decode() -> None:
+    rig = Rig(chunk=8, mixed_chunk=3)
+    rig.add(1, prompt(4), max_tokens=40)
+    rig.step()
+    rig.add(2, prompt(20, 5))
+    launch = rig.step()
+    assert [len(row.tokens) for row in launch.batch.decode] == [1]
+    assert [len(row.tokens) for row in launch.batch.prefill] == [3]
+
+
+def test_a_short_prompt_is_not_held_up_behind_a_long_one() -> None:
+    rig = Rig(chunk=8)
+    long = rig.add(1, prompt(60), max_tokens=2)
+    rig.step()
+    short = rig.add(2, prompt(6, 1), max_tokens=1)
+    launch = rig.step()
+    assert [len(row.tokens) for row in launch.batch.prefill] == [4, 4]
+    launch = rig.step()
+    assert [len(row.tokens) for row in launch.batch.prefill] == [6, 2]
+    assert short.finish == "length"
+    rig.run()
+    assert long.finish == "length"
+
+
+def test_requests_over_the_row_limit_wait_their_turn() -> None:
+    rig = Rig(rows=2)
+    for rid in range(5):
+        rig.add(rid, prompt(3, rid))
+    rig.step()
+    assert (len(rig.scheduler.running), len(rig.scheduler.waiting)) == (2, 3)
+    rig.run()
+    for rid, got in rig.got.items():
+        assert got.ids == alone((None,), prompt(3, rid), 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_out_of_pages_the_newest_gives_way_and_loses_no_token(overlap: bool) -> None:
+    # Three requests grow to 8 pages each, 12 are there.
+    rig = Rig(pages=(12,), overlap=overlap)
+    finished = []
+    for rid in range(3):
+        rig.add(rid, prompt(6, rid), max_tokens=26)
+    while rig.scheduler.busy:
+        rig.step()
+        finished += [rid for rid, got in rig.got.items() if got.finish and rid not in finished]
+    rig.run()
+    assert finished == [0, 1, 2]
+    assert 1 <= rig.scheduler.preemptions <= 4, "requests push each other out again and again"
+    for rid, got in rig.got.items():
+        assert got.ids == alone((None,), prompt(6, rid), 26)
+        assert got.cached == 0
+
+
+def test_a_preempted_request_takes_its_own_pages_back_from_the_cache() -> None:
+    rig = Rig(pages=(8,), chunk=32)
+    first = rig.add(1, prompt(15), max_tokens=5)
+    second = rig.add(2, prompt(12, 1), max_tokens=10)
+    rig.run()
+    assert rig.scheduler.preemptions == 1
+    assert first.finish == second.finish == "length"
+    # Besides 19 tokens of the first and 21 of the second, only those of the second's last, unfinished page.
+    assert 40 < rig.executor.computed <= 43
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_in_every_state(overlap: bool, steps: int) -> None:
+    """Waiting, prefilling, decoding, preempted, and with a token on its way."""
+    rig = Rig(windows=(None, 6), pages=(10, 8), rows=3, overlap=overlap)
+    for rid in range(4):
+        rig.add(rid, prompt(10, rid), max_tokens=20)
+    for _ in range(steps):
+        rig.step()
+    for rid in (3, 1, 0):
+        rig.abort(rid)
+        assert rig.got[rid].finish == "abort"
+    rig.run()
+    assert rig.got[2].ids == alone((None, 6), prompt(10, 2), 20)
+    for rid in (3, 1, 0):
+        count = len(rig.got[rid].ids)
+        assert rig.got[rid].ids == alone((None, 6), prompt(10, rid), 20)[:count]
+    assert sorted(rig.executor.released) == [0, 1, 2, 3]
+
+
+def test_a_launched_token_of_an_aborted_request_is_dropped() -> None:
+    rig = Rig(overlap=True)
+    got = rig.add(1, prompt(4), max_tokens=20)
+    rig.step()
+    rig.step()
+    assert len(got.ids) == 1
+    rig.abort(1)
+    assert rig.executor.released == [], "the device still works on it"
+    rig.run()
+    assert len(got.ids) == 1
+    assert rig.executor.released == [1]
+
+
+def test_no_step_is_launched_beyond_the_last_token() -> None:
+    rig = Rig(overlap=True)
+    rig.add(1, prompt(4), max_tokens=5)
+    rig.run()
+    assert rig.executor.steps == 5
+
+
+def test_generation_ends_at_a_stop_id_but_not_before_min_tokens() -> None:
+    free = alone((None,), prompt(5), 12)
+    stop = free[3]
+    rig = Rig()
+    got = rig.add(1, prompt(5), max_tokens=12, stop_ids=[stop])
+    rig.run()
+    assert got.ids == free[: free.index(stop) + 1]
+    assert got.finish == "stop"
+    got = rig.add(2, prompt(5), max_tokens=12, stop_ids=[stop], min_tokens=6)
+    rig.run()
+    assert stop not in got.ids[:6]
+    assert got.ids == alone((None,), prompt(5), 12, [stop], 6)
+
+
+def test_the_context_limit_ends_a_request() -> None:
+    rig = Rig(limit=16)
+    got = rig.add(1, prompt(10), max_tokens=1000)
+    rig.run()
+    assert len(got.ids) == 6
+    assert got.finish == "length"
+    (refusal,) = rig.add(2, prompt(16)).outputs
+    assert refusal.finish == "error"
+    assert "16" in refusal.message
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_logprobs_come_once_and_whole_despite_cache_and_preemption(overlap: bool) -> None:
+    rig = Rig(pages=(10,), chunk=5, overlap=overlap)
+    rig.add(1, prompt(18), max_tokens=20)
+    got = rig.add(2, prompt(18), max_tokens=0, prompt_logprobs=0)
+    late = rig.add(3, prompt(17, 3), max_tokens=4, prompt_logprobs=0)
+    rig.run()
+    for rid, ids in ((2, prompt(18)), (3, prompt(17, 3))):
+        seen = [item.token for output in rig.got[rid].outputs for item in output.prompt_logprobs]
+        assert seen == ids[1:]
+    assert got.finish == "length"
+    assert got.ids == []
+    assert late.ids == alone((None,), prompt(17, 3), 4)
