@@ -1,0 +1,32 @@
+"""A host whose model is a script for scripted_core.py; otherwise as host.main: `scripted_host.py --model SCRIPT.json`."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from northchat.host import main
+from northchat.messages import Sampling
+from northchat.model.catalog import Model, ModelFiles
+from tests.host.scripted_core import ByteTokenizer
+
+
+class ScriptedModel(Model):
+    def fetch(self, progress: Callable[[str, int, int], None]) -> ModelFiles:
+        progress("downloading", 1, 2)
+        config = {"eos_token_id": 258}
+        return ModelFiles(self.path, self.path, config, None)
+
+
+def resolve(name: str) -> Model:
+    return ScriptedModel("scripted", Path(name), "hf", "chatml", False, Sampling(temperature=0.0))
+
+
+def parts() -> main.Parts:
+    core = Path(__file__).with_name("scripted_core.py")
+    return main.Parts(resolve, ByteTokenizer, (sys.executable, str(core)))
+
+
+if __name__ == "__main__":
+    sys.exit(main.main(parts=parts))
