@@ -14,23 +14,25 @@ class Span(NamedTuple):
     """Position of the first."""
     length: int
     pages: Sequence[int]
-    """Physical page of each logical page up to the last token's."""
+    """Physical page of each logical page up to the last token's; those before the window aren't looked at."""
 
 
-class _Reach(NamedTuple):
+class Reach(NamedTuple):
     """What the queries of a span see."""
 
     first: int
     """Index of its first token in the pass."""
     length: int
     total: int
-    """Keys: all before the span and its own."""
-    run: int | None
-    """First physical page where the request's pages follow each other, so that a view will do."""
+    """Keys: its own and those before it, from the first that is in any query's window."""
+    offset: int
+    """Of the first key within the first page."""
+    run: int
+    """First physical page. Where the request's pages follow each other, a view from here will do."""
     pages: torch.Tensor | None
     """Otherwise the pages to gather, int64."""
     mask: torch.Tensor | None
-    """bool [length, total] for a chunk that doesn't start its request."""
+    """bool [length, total]; None where queries see what is causal (a prompt's start) or everything (a single one)."""
 
 
 class Plan(NamedTuple):
@@ -42,22 +44,31 @@ class Plan(NamedTuple):
     """int64 [tokens]: where each token's key goes, page * page size + offset."""
     slot: int
     """The same where there is one token."""
-    reaches: list[_Reach]
+    reaches: list[Reach]
 
 
 class PagedKV:
     """A pool [layer, K or V, head, page, token, head_dim].
 
     A head's pages follow each other in memory, so a request whose pages do so too is attended without a copy.
-    The pool isn't cleared: memory becomes resident as pages are first used, and nothing reads a slot that wasn't written.
+    The pool isn't cleared: memory becomes resident as pages are first used, and no slot is read before it is written.
     """
 
-    def __init__(self, layers: int, heads: int, head_dim: int, pages: int, page: int, dtype: torch.dtype) -> None:
-        """pages: how many; page: tokens in one."""
-        self.heads, self.head_dim, self.page = heads, head_dim, page
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        pages: int,
+        page: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+    ) -> None:
+        """pages: how many; page: tokens in one; window: keys that a query sees, itself included (None: all)."""
+        self.heads, self.head_dim, self.page, self.window = heads, head_dim, page, window
         pool = torch.empty((layers, 2, heads, pages, page, head_dim), dtype=dtype)
-        self._slots = [layer.view(2, heads, pages * page, head_dim) for layer in pool]
-        self._pages = [layer.view(2, heads, pages, page * head_dim) for layer in pool]
+        self._slots: list[torch.Tensor] = [layer.view(2, heads, pages * page, head_dim) for layer in pool]
+        self._pages: list[torch.Tensor] = [layer.view(2, heads, pages, page * head_dim) for layer in pool]
 
     def plan(self, spans: Sequence[Span]) -> Plan:
         positions: list[torch.Tensor] = []
@@ -65,19 +76,23 @@ class PagedKV:
         reaches = []
         first, page = 0, self.page
         for start, length, pages in spans:
-            total = start + length
-            where = torch.arange(start, total)
-            count = -(-total // page)
+            end = start + length
+            where = torch.arange(start, end)
+            count = -(-end // page)
+            oldest = max(0, start + 1 - self.window) if self.window else 0
+            low = oldest // page
             table = torch.tensor(pages[:count])
             positions.append(where)
             slots.append(table[where // page] * page + where % page)
-            contiguous = count == 1 or bool((table.diff() == 1).all())
+            table = table[low:]
+            contiguous = len(table) == 1 or bool((table.diff() == 1).all())
             mask = None
-            if length > 1 and start:
-                mask = torch.ones(length, total, dtype=torch.bool).tril_(start)
-            reaches.append(
-                _Reach(first, length, total, int(table[0]) if contiguous else None, None if contiguous else table, mask)
-            )
+            if length > 1 and (start or (self.window and length > self.window)):
+                mask = torch.ones(length, end - oldest, dtype=torch.bool).tril_(start - oldest)
+                if self.window:
+                    mask.triu_(start - oldest + 1 - self.window)
+            gathered = None if contiguous else table
+            reaches.append(Reach(first, length, end - oldest, oldest - low * page, int(table[0]), gathered, mask))
             first += length
         slot = torch.cat(slots)
         return Plan(torch.cat(positions), slot, int(slot[0]), reaches)
@@ -90,6 +105,15 @@ class PagedKV:
         else:
             slots.index_copy_(2, plan.slots, kv.permute(1, 2, 0, 3).to(slots.dtype))
 
+    def read(self, layer: int, reach: Reach) -> torch.Tensor:
+        """Keys and values that a span sees: [2, heads, reach.total, head_dim]."""
+        if reach.pages is not None:
+            kv = self._pages[layer].index_select(2, reach.pages).view(2, self.heads, -1, self.head_dim)
+            at = reach.offset
+        else:
+            kv, at = self._slots[layer], reach.run * self.page + reach.offset
+        return kv[:, :, at : at + reach.total]
+
     def attend(self, layer: int, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Causal softmax(q K^T / sqrt(head_dim)) V. q [tokens, query heads, head_dim] of the pool's dtype; query head h
         reads KV head h // (query heads / heads). Returns [tokens, query heads * head_dim].
@@ -97,15 +121,9 @@ class PagedKV:
         outputs = [self._attend(layer, q[r.first : r.first + r.length], r) for r in plan.reaches]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend(self, layer: int, q: torch.Tensor, reach: _Reach) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, reach: Reach) -> torch.Tensor:
         heads, dim = self.heads, self.head_dim
-        if reach.run is not None:
-            at = reach.run * self.page
-            kv = self._slots[layer][:, :, at : at + reach.total]
-        else:
-            gathered = self._pages[layer].index_select(2, reach.pages)
-            kv = gathered.view(2, heads, -1, dim)[:, :, : reach.total]
-        keys, values = kv.unsqueeze(2).unbind(0)
+        keys, values = self.read(layer, reach).unsqueeze(2).unbind(0)
         if reach.length == 1:
             # A group's query heads see the same keys: they are the rows of one product.
             grouped = q.view(heads, 1, -1, dim)
