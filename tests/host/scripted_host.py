@@ -4,12 +4,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (0, 2)]
 
 from northchat.host import main
 from northchat.messages import Sampling
 from northchat.model.catalog import Model, ModelFiles
-from tests.host.scripted_core import ByteTokenizer
+from scripted_core import ByteTokenizer
 
 
 class ScriptedModel(Model):
