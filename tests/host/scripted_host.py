@@ -1,15 +1,14 @@
-"""A host whose model is a script for scripted_core.py; otherwise as host.main: `scripted_host.py --model SCRIPT.json`."""
+"""A host whose model is a script for scripted_core.py; otherwise as host.main. Needs this directory in PYTHONPATH."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (0, 2)]
+from scripted_core import ByteTokenizer
 
 from northchat.host import main
 from northchat.messages import Sampling
 from northchat.model.catalog import Model, ModelFiles
-from scripted_core import ByteTokenizer
 
 
 class ScriptedModel(Model):
