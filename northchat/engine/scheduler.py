@@ -145,8 +145,6 @@ class Scheduler:
         """Let waiting requests in, oldest first, while there are rows and pages for all that is known of them."""
         while self.waiting and len(self.running) < self.max_rows and not self._full:
             request = self.waiting[0]
-            if request.sampling:
-                return
             hit = 0 if self._wants_prompt_logprobs(request) else self.cache.lookup(request.table, request.ids)
             if not self.cache.admits(request.table, hit, len(request.ids), self._reserved()):
                 # Asking again is pointless (and costs a look at the whole prompt) until a request gives pages back.
