@@ -27,7 +27,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Sent to base_url."""
     device: Literal["cpu", "cuda"] | None = None
     """None: cuda where it can be used, else cpu."""
-    theme: str = "dark"
+    theme: str = "auto"
+    """auto: dark or light, after the terminal."""
     system: str = ""
     """System prompt of new conversations."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -51,7 +52,7 @@ _ENVIRONMENT = {
     "model": ("NORTHCHAT_MODEL", "OPENAI_MODEL"),
     "device": ("NORTHCHAT_DEVICE",),
     "theme": ("NORTHCHAT_THEME",),
-    "serve_key": ("NORTHCHAT_SERVE_KEY",),
+    "serve_key": ("NORTHCHAT_API_KEY",),
 }
 _EXPECTED = {
     "base_url": f"a URL such as http://127.0.0.1:11434/v1, or {LOCAL}",

@@ -21,7 +21,7 @@ def load(flags: dict[str, Any] | None = None, **environ: str) -> config.Config:
 
 def test_without_anything_all_is_default(file: Path) -> None:
     settings = load()
-    assert (settings.model, settings.base_url, settings.theme) == (None, None, "dark")
+    assert (settings.model, settings.base_url, settings.theme) == (None, None, "auto")
     assert set(settings.origins.values()) == {"default"}
 
 

@@ -43,12 +43,17 @@ def endpoint(config: Config) -> Endpoint:
         return Endpoint(config.base_url, api_key=config.api_key)
     from northchat.launch import Launch, LaunchError
 
-    if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        raise BackendError("--device cuda: this machine has no NVIDIA GPU or no driver for it; use --device cpu")
+    check_device(config)
     try:
         return Launch(config.model or DEFAULT_MODEL, config.device or "cpu").ensure()
     except (LaunchError, paths.PathError) as error:
         raise BackendError(str(error)) from error
+
+
+def check_device(config: Config) -> None:
+    """Raises BackendError when our engine is to run on a device that isn't there."""
+    if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise BackendError("device cuda: this machine has no NVIDIA GPU, or no driver for it; use --device cpu")
 
 
 async def connect(config: Config) -> Client:

@@ -57,11 +57,12 @@ def engine(health: Health) -> str:
     return " · ".join(part for part in (health.model, health.device, health.dtype) if part)
 
 
-def demo(health: Health) -> list[str]:
+def limits(health: Health, demo: bool) -> list[str]:
     """What a user of a model that can't call tools should know, and what to do about it; else empty."""
     if health.status != "ready" or health.can_call_tools is not False:
         return []
+    first = "is a demonstration: it chats, but is too small for tools or to be relied on" if demo else "only chats"
     return [
-        f"{health.model} is a demonstration: it chats, but it is too small for tools or to be relied on.",
+        f"{health.model} {first}.",
         "For a coding assistant use a server you have (--base-url URL --model NAME) or a machine with a Hopper GPU.",
     ]

@@ -1,0 +1,5 @@
+import sys
+
+from northchat.cli import main
+
+sys.exit(main())
