@@ -35,7 +35,7 @@ class Tokenizer:
         except ModelError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path} is damaged ({' '.join(str(error).split())}); download it again") from error
+            raise ModelError(f"{path} can't be used ({' '.join(repr(error).split())}); download it again") from error
         self.vocab_size = len(self._bytes)
         """Ids are below this; a model's logits may have more entries, which decode to nothing."""
 
@@ -72,17 +72,21 @@ def _forget_markers(document: dict[str, Any]) -> dict[str, int]:
     """Take added tokens out of the encoder, ids of all others staying as they are; returns them.
 
     Runs of white space are the exception: as added tokens they stand for text, not for structure, and are kept. Others
-    are also taken out of the vocabulary, where a merge or `ignore_merges` could reach them.
+    are also hidden in the vocabulary, where a merge or `ignore_merges` could reach them: under a name that starts with a
+    space, which no piece of text does (it would be Ġ or ▁).
     """
     model, added = document["model"], document["added_tokens"]
+    vocabulary = model["vocab"]
     forgotten = {token["content"]: token["id"] for token in added if token["content"].strip() or token["special"]}
     document["added_tokens"] = [token for token in added if token["content"] not in forgotten]
+    for token in document["added_tokens"]:
+        # The library numbers added tokens anew unless the vocabulary has them.
+        vocabulary.setdefault(token["content"], token["id"])
     document["post_processor"] = document["truncation"] = document["padding"] = None
     # A single byte or character is where merging starts; without it text could not be encoded.
     markers = {marker for marker in forgotten if len(marker) > 1}
-    vocabulary = model["vocab"]
-    for marker in markers - {model.get("unk_token")}:
-        vocabulary.pop(marker, None)
+    for marker in markers & vocabulary.keys() - {model.get("unk_token")}:
+        vocabulary[f" {marker}"] = vocabulary.pop(marker)
     model["merges"] = [merge for merge in model["merges"] if not markers.intersection(_pieces(merge))]
     return forgotten
 
@@ -101,7 +105,7 @@ def _byte_table(document: dict[str, Any]) -> list[bytes]:
     elif model.get("byte_fallback"):
         decode = _byte_fallback
     else:
-        raise ModelError("neither byte-level nor with byte fallback")
+        raise ValueError("it is neither byte-level nor has it byte fallback")
     added = {token["id"]: token["content"].encode() for token in document["added_tokens"]}
     size = max([*model["vocab"].values(), *added], default=-1) + 1
     table = [b""] * size
