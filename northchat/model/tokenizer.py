@@ -72,8 +72,8 @@ def _forget_markers(document: dict[str, Any]) -> dict[str, int]:
     """Take added tokens out of the encoder, ids of all others staying as they are; returns them.
 
     Runs of white space are the exception: as added tokens they stand for text, not for structure, and are kept. Others
-    are also hidden in the vocabulary, where a merge or `ignore_merges` could reach them: under a name that starts with a
-    space, which no piece of text does (it would be Ġ or ▁).
+    are also hidden in the vocabulary, where a merge or `ignore_merges` could reach them: under a name that starts with
+    a space, which no piece of text does (it would be Ġ or ▁).
     """
     model, added = document["model"], document["added_tokens"]
     vocabulary = model["vocab"]

