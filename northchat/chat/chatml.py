@@ -1,9 +1,23 @@
 """ChatML: `<|im_start|>role`, the text, `<|im_end|>`. No reasoning, no tool calls."""
 
+import re
 from collections.abc import Sequence
 
 from northchat.chat.stream import Parser, PlainParser, Replay, Tokenizer, TurnError
+from northchat.chat.template import Template
 from northchat.messages import Message, Sampling, Turn
+
+_first_block = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def own_system(template: str) -> str | None:
+    """The system message that a ChatML template puts before a conversation without one.
+
+    Raises TurnError when the template is damaged.
+    """
+    messages = [{"role": "user", "content": "?"}]
+    match = _first_block.match(Template(template).render({"messages": messages, "add_generation_prompt": True}))
+    return match[1] if match else None
 
 
 class ChatML:
@@ -44,5 +58,5 @@ class ChatML:
         # Header and text are one piece, as in training: a text's leading newlines merge with the header's.
         return [self._start, *self._tokenizer.encode(f"{role}\n{message.content}"), self._end, *self._newline]
 
-    def parser(self, turn: Turn) -> Parser:
+    def parser(self, turn: Turn, prompt: Sequence[int]) -> Parser:
         return PlainParser(self._tokenizer, turn.stop)

@@ -50,12 +50,17 @@ class Tokenizer(Protocol):
 class Parser(Protocol):
     """Turns the ids of one answer into events."""
 
-    done: bool
-    """Nothing more will come of further ids (a stop string matched, or the last permitted tool call ended)."""
-    called: bool
-    """At least one tool call was started."""
-    channel: Channel
-    """Where the last id went: it tells content's log-probabilities and reasoning's usage apart."""
+    @property
+    def done(self) -> bool:
+        """Nothing more will come of further ids (a stop string matched, or the last permitted tool call ended)."""
+
+    @property
+    def called(self) -> bool:
+        """At least one tool call was started."""
+
+    @property
+    def channel(self) -> Channel:
+        """Where the last id went: it tells content's log-probabilities and reasoning's usage apart."""
 
     def feed(self, ids: Sequence[int]) -> list[Event]: ...
 
@@ -74,7 +79,8 @@ class ChatFormat(Protocol):
     def render(self, turn: Turn, replay: Replay) -> list[int]:
         """Ids of the prompt, up to where the assistant's answer begins. Raises TurnError."""
 
-    def parser(self, turn: Turn) -> Parser: ...
+    def parser(self, turn: Turn, prompt: Sequence[int]) -> Parser:
+        """For one answer to the rendered turn: a prompt may have opened the reasoning already."""
 
 
 class TextDecoder:
@@ -113,7 +119,7 @@ class StopStrings:
             _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
-        hold = max(_overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -122,7 +128,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop` but not all of it."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

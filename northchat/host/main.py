@@ -30,6 +30,7 @@ GRACE = 1.5
 UNATTENDED = 30.0
 """The same when nobody has attached yet."""
 CUDA_KEEP_ALIVE = 600.0
+NO_TEMPLATE = "{{ raise_exception('this model has no chat template; only /v1/completions works with it') }}"
 
 
 class HostError(Exception):
@@ -221,12 +222,23 @@ async def in_background(work: Callable[[], T]) -> T:
 
 def make_format(model: "Model", files: "ModelFiles", tokenizer: "Tokenizer") -> "ChatFormat":
     """Raises TurnError when the model's files don't go with its format."""
-    from northchat.chat.chatml import ChatML
+    from northchat.chat.chatml import ChatML, own_system
     from northchat.chat.stream import TurnError
+    from northchat.chat.template import TemplateFormat
 
     match model.format:
         case "chatml":
-            return ChatML(tokenizer, model.defaults, files.config.get("default_system"))
+            system = None if files.chat_template is None else own_system(files.chat_template)
+            return ChatML(tokenizer, model.defaults, system)
+        case "template":
+            return TemplateFormat(
+                tokenizer,
+                files.chat_template or NO_TEMPLATE,
+                model.defaults,
+                bos=files.config.get("bos_token_id"),
+                eos=eos_ids(files.config),
+                tools=model.can_call_tools,
+            )
         case _:
             raise TurnError(f"there is no chat format `{model.format}`")
 

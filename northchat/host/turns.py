@@ -210,7 +210,8 @@ class Turns:
         stop_ids = list(self.chat.stop_ids)
         named = turn.tool_choice not in ("auto", "none", "required")
         choices = [
-            _Choice(index, self.chat.parser(turn), len(prompt), limit, named, self._history) for index in range(n)
+            _Choice(index, self.chat.parser(turn, prompt), len(prompt), limit, named, self._history)
+            for index in range(n)
         ]
         sampling = self._resolve(turn.sampling, turn.logprobs)
         request = protocol.Submit(0, prompt, _clamp(turn.max_tokens, limit - len(prompt)), sampling, stop_ids)
