@@ -11,7 +11,7 @@ from northchat.model.weights import Blocks, ModelError, check_shape, missing
 if TYPE_CHECKING:
     import torch
 
-MODEL_TYPES = ("llama",)
+MODEL_TYPES = ("cohere2_moe", "llama")
 _REQUIRED: dict[str, type | tuple[type, ...]] = {
     "vocab_size": int,
     "hidden_size": int,
@@ -113,7 +113,7 @@ def _normalise(config: dict[str, Any], path: Path) -> dict[str, Any]:
         "rope_theta": float(theta),
         "rope_scaling": None if kind == "default" else rope,
         "rope_freq_factors": None,
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", model_type == "cohere2_moe")),
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "bos_token_id": config.get("bos_token_id"),
