@@ -60,7 +60,7 @@ class Limits:
 
 
 LIMITS = {
-    "cpu": Limits(rows=16, chunk=256, mixed_chunk=128, overlap=False, kv_memory=384 << 20),
+    "cpu": Limits(rows=16, chunk=256, mixed_chunk=128, overlap=False, kv_memory=256 << 20),
     "cuda": Limits(rows=32, chunk=2048, mixed_chunk=2048, overlap=True, kv_memory=1 << 50),
 }
 
