@@ -2,8 +2,8 @@
 
     python -m benchmarks.core --out benchmarks/results/core.json
 
-CPU time of this thread, so what else runs on the machine matters little. A decode step of the 30B model on one H200 takes
-1,500 us, one of SmolLM2 on two CPU cores 12,000 us.
+CPU time of its thread, so what else runs on the machine matters little. A decode step of the 30B model on one H200
+takes 1,500 us, one of SmolLM2 on two CPU cores 12,000 us.
 """
 
 import argparse
