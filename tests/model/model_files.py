@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from northchat.model.fetch import WheelFile
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 CORPUS = (
     "def reverse(text: str) -> str:\n\treturn text[::-1]  # 12345 digits\r\n",
     "It's what they'd said: WE'LL see, the thing and the other thing, 3.14159!",
