@@ -18,7 +18,18 @@ __all__ = ["NORTH_MINI_CODE", "SMALL", "Dims", "Megakernel", "MegakernelError", 
 
 Get = Callable[[str], torch.Tensor]
 
-PHASES = ("", "weights", "slot free", "residual (H1)", "QKV (H2a)", "attention (H3a)", "activations", "results", "token", "drain")
+PHASES = (
+    "",
+    "weights",
+    "slot free",
+    "residual (H1)",
+    "QKV (H2a)",
+    "attention (H3a)",
+    "activations",
+    "results",
+    "token",
+    "drain",
+)
 
 
 class MegakernelError(RuntimeError):
@@ -270,17 +281,27 @@ class Megakernel:
         if schedule is None:
             schedule = build(dims, num_sms or available)
         if schedule.dims != dims or not 0 < schedule.num_sms <= available:
-            raise ValueError(f"the schedule is for {schedule.dims.name} on {schedule.num_sms} SMs; the device has {available}")
+            raise ValueError(
+                f"the schedule is for {schedule.dims.name} on {schedule.num_sms} SMs; the device has {available}"
+            )
         if replicas not in (1, 2, 4) or not 1 <= in_flight <= 6:
             raise ValueError(f"replicas must be 1, 2 or 4 and in_flight 1 to 6, got {replicas} and {in_flight}")
         self._native.check_dims(dims.name, [
             dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.experts, dims.top_k, dims.intermediate,
             dims.dense_intermediate, dims.vocab, dims.window, dims.full_every,
         ])  # fmt: skip
-        for name, pool, layers in (("kv_full", kv_full, dims.full_layers), ("kv_sliding", kv_sliding, dims.sliding_layers)):
+        for name, pool, layers in (
+            ("kv_full", kv_full, dims.full_layers),
+            ("kv_sliding", kv_sliding, dims.sliding_layers),
+        ):
             if pool.shape != (layers, pool.shape[1], dims.kv_heads, 2, PAGE, HEAD_DIM):
                 raise ValueError(f"{name} has shape {tuple(pool.shape)}, see kv_pool(); the group has {layers} layers")
-            if pool.dtype != torch.bfloat16 or not pool.is_contiguous() or pool.device != device or pool.data_ptr() % 128:
+            if (
+                pool.dtype != torch.bfloat16
+                or not pool.is_contiguous()
+                or pool.device != device
+                or pool.data_ptr() % 128
+            ):
                 raise ValueError(f"{name} must be contiguous bf16 on {device}, aligned to 128 bytes")
         self.dims, self.weights, self.schedule, self.max_context = dims, weights, schedule, max_context
         self.device, self.replicas, self.in_flight, self.timeout_s = device, replicas, in_flight, timeout_s
@@ -382,7 +403,10 @@ class Megakernel:
             ("ticks", ticks, torch.int64, (self.schedule.num_sms, d.layers + 1, 16)),
         ):
             if tensor is not None and (
-                tensor.dtype != dtype or tensor.shape != shape or tensor.device != self.device or not tensor.is_contiguous()
+                tensor.dtype != dtype
+                or tensor.shape != shape
+                or tensor.device != self.device
+                or not tensor.is_contiguous()
             ):
                 raise ValueError(f"{name} must be contiguous {dtype} {shape} on {self.device}")
         self._native.step(

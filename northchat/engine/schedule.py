@@ -202,7 +202,12 @@ def deal(units: int, shares: Sequence[float]) -> list[int]:
 
 
 def build(
-    dims: Dims, num_sms: int, *, sm_weights: Sequence[float] | None = None, first_experts: int = 2, last_experts: int = 1
+    dims: Dims,
+    num_sms: int,
+    *,
+    sm_weights: Sequence[float] | None = None,
+    first_experts: int = 2,
+    last_experts: int = 1,
 ) -> Schedule:
     """Task lists for `num_sms` SMs.
 
@@ -212,7 +217,9 @@ def build(
     """
     weights = list(sm_weights) if sm_weights is not None else [1.0] * num_sms
     if num_sms < dims.kv_heads or len(weights) != num_sms or min(weights) <= 0:
-        raise ValueError(f"need at least {dims.kv_heads} SMs and one positive weight for each, got {num_sms} and {len(weights)}")
+        raise ValueError(
+            f"need at least {dims.kv_heads} SMs and one positive weight for each, got {num_sms} and {len(weights)}"
+        )
     programs: dict[Kind, list[Program]] = {}
     splits = num_sms // dims.kv_heads
     for kind, experts in (

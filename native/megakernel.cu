@@ -1,0 +1,779 @@
+// One decode step of one sequence in one persistent kernel: docs/megakernel.md explains the design.
+//
+// One block an SM. The producer warp streams weights and KV pages into a ring of slots; eight consumer warps
+// multiply; the helper warp carries results between SMs. All three walk the same task list. An SM waits for others three times
+// a layer: for the residual (H1), for its KV head's query, key and value (H2a), for the attention of its output channels (H3a).
+#include "megakernel.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "device.cuh"
+#include "dims.h"
+
+namespace {
+// Registers move from the third warpgroup (producer, helper, two idle warps) to the consumers.
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
+constexpr int MAX_QKV_CHANNELS = 256, MAX_OPROJ_UNITS = 64;
+enum Phase { PH_WEIGHTS = 1, PH_SLOT, PH_H1, PH_H2A, PH_H3A, PH_ACTIVATIONS, PH_RESULTS, PH_TOKEN, PH_DRAIN };
+enum Counter { C_RESIDUAL, C_QKV, C_ATTENTION = 9, C_TOKEN = 17 };  // a line of 128 bytes each
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct alignas(16) Task {
+  int op, first, count, unused;
+};
+
+template <class D> struct Shared {
+  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full;
+  // The normed hidden vector in the order in which a warp's tensor-core steps take it: 16 lanes x 8 bytes a step, padded.
+  uint32_t x[WARPS * Layout<D>::STEPS * 36];
+  float rows[2][GROUP * WARPS * UNIT];    // parts of finished rows by unit, warp, row; handed to the helper
+  float gated[2][2 * WARPS * UNIT];       // the same of one expert unit: gate rows, up rows
+  uint4 query[2][GROUP * HEAD_DIM / 8];   // scaled queries of this SM's KV head: bf16, and what rounding left over
+  uint4 newest[2][HEAD_DIM / 8];          // key and value of this step's token
+  float channels[MAX_OPROJ_UNITS * UNIT]; // attention's output channels that this SM projects
+  float raw[MAX_QKV_CHANNELS];            // residual at the channels of this SM's router pieces
+  float maxima[WARPS * GROUP], sums[WARPS * GROUP], squares[WARPS], router_logits[8];
+  uint32_t rope[HEAD_DIM / 2];            // cosine and sine at this position
+  Task tasks[KINDS * MAX_TASKS];
+  float scale;                            // 1 / root mean square of the residual
+  int gone;                               // set when a wait ran out: nothing waits any more, the step runs to its end
+};
+
+// Sets the error word (the first one wins) and ends this block's waits.
+__device__ __noinline__ void fail(int* out, int* gone, int sm, int layer, int phase) {
+  const unsigned long long word = (unsigned long long)(0x80000000u | layer << 16 | phase) << 32 | (unsigned)sm;
+  atomicCAS((unsigned long long*)(out + 2), 0ull, word);
+  *(volatile int*)gone = 1;
+}
+
+struct Block {
+  const StepArgs& A;
+  int* gone;
+  int sm, layer;
+
+  // Every wait of the kernel. One that runs out, here or in any other block, ends all later ones at once.
+  template <class F> __device__ __forceinline__ void wait(F ready, int phase) const {
+    if (ready()) return;
+    const long long start = ptx::now();
+    for (unsigned n = 1; !ready(); n++) {
+      if (*(volatile int*)gone) return;
+      if (n % 16 == 0) {
+        if (ptx::relaxed((const unsigned*)A.out + 3)) { *(volatile int*)gone = 1; return; }
+        if (ptx::now() - start > A.timeout_ns) { fail(A.out, gone, sm, layer, phase); return; }
+      }
+    }
+  }
+  __device__ __forceinline__ void wait_bar(uint64_t* bar, unsigned parity, int phase) const {
+    wait([&] { return ptx::passed(bar, parity & 1); }, phase);
+  }
+  __device__ __forceinline__ unsigned* counter(int c) const { return A.counters + c * 32; }
+  // Counters only grow; the difference, not the value, is compared, so that they may wrap.
+  __device__ __forceinline__ void wait_count(int c, unsigned goal, int phase) const {
+    wait([&] { return (int)(ptx::acquire(counter(c)) - goal) >= 0; }, phase);
+  }
+};
+
+// Which pages of a KV head one SM reads, and whether it also takes the newest token.
+template <class D> struct Share {
+  int low, first, pages, mine, active;
+  bool newest;
+  __device__ __forceinline__ Share(const StepArgs& A, int layer, int split) {
+    const int splits = A.num_sms / D::KV_HEADS;
+    low = Layout<D>::full(layer) ? 0 : max(0, A.position - D::WINDOW + 1);
+    first = low / PAGE;
+    pages = A.position ? (A.position - 1) / PAGE - first + 1 : 0;
+    active = min(splits, pages + 1);
+    mine = split >= 0 && split < pages ? (pages - split + splits - 1) / splits : 0;
+    newest = split >= 0 && split == pages % splits;
+  }
+};
+
+template <class D> __device__ __forceinline__ const Task* program(const Shared<D>& s, int layer) {
+  return s.tasks + (layer == D::LAYERS ? 2 : layer ? 1 : 0) * MAX_TASKS;
+}
+template <class D> __device__ __forceinline__ const float* sums_of(const StepArgs& A, unsigned n) {
+  return A.sums + (size_t)(n % 3) * A.replicas * Layout<D>::SUMS;
+}
+
+// ---- producer ----------------------------------------------------------------------------------------------------------
+template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char* ring) {
+  using L = Layout<D>;
+  const int lane = threadIdx.x % 32, splits = A.num_sms / D::KV_HEADS;
+  Block b{A, &s.gone, (int)blockIdx.x, 0};
+  unsigned it = 0;
+  const unsigned cap = A.in_flight;
+  auto issue = [&](const char* from, int bytes) {
+    if (lane == 0) {
+      const unsigned slot = it % SLOTS, round = it / SLOTS;
+      if (round) b.wait_bar(&s.empty[slot], round - 1, PH_SLOT);
+      if (it >= cap) b.wait_bar(&s.full[(it - cap) % SLOTS], (it - cap) / SLOTS, PH_WEIGHTS);
+      if (!*(volatile int*)&s.gone) {
+        ptx::expect(&s.full[slot], bytes);
+        ptx::copy(ring + (size_t)slot * L::SLOT, from, bytes, &s.full[slot]);
+      }
+    }
+    it++;
+  };
+  // The first 32 of this SM's pages in both groups: the same in all layers of a group.
+  int pages_full = -1, pages_sliding = -1;
+  for (int t = 0; t < MAX_TASKS; t++)
+    if (s.tasks[t].op == ATTENTION && s.tasks[t].count >= 0) {
+      const Share<D> f(A, 0, s.tasks[t].count), w(A, 1, s.tasks[t].count);
+      if (lane < f.mine) pages_full = A.table_full[f.first + s.tasks[t].count + lane * splits];
+      if (lane < w.mine) pages_sliding = A.table_sliding[w.first + s.tasks[t].count + lane * splits];
+    }
+  for (int layer = 0; layer <= D::LAYERS; layer++) {
+    b.layer = layer;
+    const LayerPointers w = A.layers[layer];
+    bool routed = layer == 0;
+    int expert = 0;  // lane r: the expert of rank r
+    for (const Task* t = program<D>(s, layer); t->op != END; t++) {
+      if (t->op == QKV) {
+        for (int u = t->first; u < t->first + t->count; u++) {
+          const int before = L::pieces_before(u);
+          issue(w.qkv + (size_t)u * L::ROW_CHUNK + (size_t)before * L::ROUTER_PIECE,
+                L::ROW_CHUNK + (L::pieces_before(u + 1) - before) * L::ROUTER_PIECE);
+        }
+      } else if (t->op == EXPERTS_OP) {
+        if (!routed) {
+          routed = true;
+          const unsigned n = A.epoch * D::LAYERS + layer;
+          if (lane == 0) b.wait_count(C_RESIDUAL, n * A.num_sms, PH_H1);
+          __syncwarp();
+          const float* from = sums_of<D>(A, n - 1) + D::HIDDEN + lane;
+          float raw[D::EXPERTS / 32];
+          unsigned key[D::EXPERTS / 32];
+#pragma unroll
+          for (int i = 0; i < D::EXPERTS / 32; i++) raw[i] = ptx::load(from + 32 * i);
+          for (int r = 1; r < A.replicas; r++)
+#pragma unroll
+            for (int i = 0; i < D::EXPERTS / 32; i++) raw[i] += ptx::load(from + r * L::SUMS + 32 * i);
+#pragma unroll
+          for (int i = 0; i < D::EXPERTS / 32; i++) {  // integers in the order of the floats
+            const unsigned u = __float_as_uint(raw[i]);
+            key[i] = u ^ ((int)u < 0 ? 0xffffffffu : 0x80000000u);
+          }
+          for (int r = 0; r < D::TOP_K; r++) {
+            unsigned best = 0, index = D::EXPERTS - 1;
+#pragma unroll
+            for (int i = 0; i < D::EXPERTS / 32; i++) best = max(best, key[i]);
+            best = __reduce_max_sync(~0u, best);
+#pragma unroll
+            for (int i = D::EXPERTS / 32 - 1; i >= 0; i--)
+              if (key[i] == best) index = lane + 32 * i;
+            index = __reduce_min_sync(~0u, index);
+            if (A.forced) index = A.forced[layer * D::TOP_K + r] & (D::EXPERTS - 1);
+            float logit = 0;
+#pragma unroll
+            for (int i = 0; i < D::EXPERTS / 32; i++) {
+              if (index == lane + 32 * i) { key[i] = 0; logit = raw[i]; }
+            }
+            logit = __shfl_sync(~0u, logit, index % 32);
+            if (lane == 0) s.router_logits[r] = logit;
+            if (lane == r) expert = index;
+          }
+          if (b.sm == 0 && lane < D::TOP_K) A.routing[layer * D::TOP_K + lane] = expert;
+          __syncwarp();
+        }
+        for (int u = t->first; u < t->first + t->count; u++) {
+          const int rank = layer ? u / L::EXPERT_UNITS : 0;
+          const size_t unit = layer ? (size_t)__shfl_sync(~0u, expert, rank) * L::EXPERT_UNITS + u % L::EXPERT_UNITS : u;
+          const char* from = w.experts + unit * L::EXPERT_UNIT;
+          issue(from, L::ROW_CHUNK);
+          issue(from + L::ROW_CHUNK, L::ROW_CHUNK);
+          issue(from + 2 * L::ROW_CHUNK, L::COLUMN_CHUNK);
+        }
+      } else if (t->op == ATTENTION) {
+        const Share<D> share(A, layer, t->count);
+        const bool full = L::full(layer);
+        for (int k = 0; k < share.mine; k++) {
+          int page = __shfl_sync(~0u, full ? pages_full : pages_sliding, k % 32);
+          if (k >= 32) page = (full ? A.table_full : A.table_sliding)[share.first + t->count + k * splits];
+          const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS;
+          issue((full ? A.kv_full : A.kv_sliding) + (tile + t->first) * L::PAGE_TILE, L::PAGE_TILE);
+        }
+      } else if (t->op == OPROJ) {
+        for (int u = t->first; u < t->first + t->count; u++) issue(w.oproj + (size_t)u * L::COLUMN_CHUNK, L::COLUMN_CHUNK);
+      } else {
+        for (int u = t->first; u < t->first + t->count; u++) issue(w.qkv + (size_t)u * L::ROW_CHUNK, L::ROW_CHUNK);
+      }
+    }
+  }
+  if (lane == 0 && *(volatile int*)&s.gone) {  // nothing may land after the block has left
+    const long long start = ptx::now();
+    for (unsigned i = it > SLOTS ? it - SLOTS : 0; i < it; i++)
+      while (!ptx::passed(&s.full[i % SLOTS], (i / SLOTS) & 1) && ptx::now() - start < 1000000) {}
+  }
+}
+
+// ---- helper ------------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ float gumbel(unsigned long long seed, unsigned position, unsigned row) {  // Philox4x32-10
+  unsigned c0 = row, c1 = position, c2 = 0, c3 = 0, k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
+#pragma unroll
+  for (int i = 0; i < 10; i++) {
+    const unsigned h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h1 = __umulhi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
+    c0 = h1 ^ c1 ^ k0, c1 = l1, c2 = h0 ^ c3 ^ k1, c3 = l0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return -logf(-logf(((c0 >> 8) + 0.5f) * 0x1p-24f));
+}
+
+template <class D> __device__ void help(const StepArgs& A, Shared<D>& s) {
+  using L = Layout<D>;
+  const int lane = threadIdx.x % 32;
+  Block b{A, &s.gone, (int)blockIdx.x, 0};
+  unsigned groups = 0, queries = 0;
+  float best = -INFINITY;
+  int token = 0x7fffffff;
+  auto better = [&](float v, int i) {
+    if (v > best || (v == best && i < token)) best = v, token = i;
+  };
+  for (int layer = 0; layer <= D::LAYERS; layer++) {
+    b.layer = layer;
+    const unsigned n = A.epoch * D::LAYERS + layer;
+    const bool rotary = layer == 0 || !L::full(layer);
+    for (const Task* t = program<D>(s, layer); t->op != END; t++) {
+      if (t->op == QKV || t->op == HEAD) {
+        for (int at = 0; at < t->count; at += GROUP, groups++) {
+          const int buffer = groups & 1, rows = min(GROUP, t->count - at) * UNIT;
+          b.wait_bar(&s.rows_full[buffer], groups >> 1, PH_RESULTS);
+          const float scale = s.scale;
+          for (int base = 0; base < rows; base += 32) {
+            const int i = base + lane, row = (t->first + at) * UNIT + i;
+            const bool live = i < rows;
+            float v = 0;
+            if (live)
+#pragma unroll
+              for (int w = 0; w < WARPS; w++) v += s.rows[buffer][i / UNIT * WARPS * UNIT + w * UNIT + i % UNIT];
+            v *= scale;
+            if (t->op == HEAD) {
+              if (!live) continue;
+              if (A.logits) A.logits[row] = v;
+              better(A.inverse_temperature > 0 ? v * A.inverse_temperature + gumbel(A.seed, A.position, row) : v, row);
+              continue;
+            }
+            const int head = row / (L::GROUP_UNITS * UNIT), r = row % (L::GROUP_UNITS * UNIT), part = r / HEAD_DIM;
+            const float other = __shfl_xor_sync(~0u, v, 1);
+            if (rotary && part <= GROUP) {
+              const uint32_t cs = s.rope[r % HEAD_DIM / 2];
+              v = row & 1 ? v * ptx::lower(cs) + other * ptx::upper(cs) : v * ptx::lower(cs) - other * ptx::upper(cs);
+            }
+            if (live) {
+              __stcg(A.qkv + row, v);
+              if (part >= GROUP) {  // the cache gets key and value
+                const bool full = L::full(layer);
+                const int page = (full ? A.table_full : A.table_sliding)[A.position / PAGE];
+                char* pool = full ? A.kv_full : A.kv_sliding;
+                const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS + head;
+                ((__nv_bfloat16*)(pool + tile * L::PAGE_TILE))[((part - GROUP) * PAGE + A.position % PAGE) * HEAD_DIM + r % HEAD_DIM] =
+                    __float2bfloat16(v);
+              }
+            }
+            __syncwarp();
+            if (live && lane % UNIT == 0) ptx::release_add(b.counter(C_QKV + head), 1);
+          }
+          __syncwarp();
+          if (lane == 0) ptx::arrive(&s.rows_empty[buffer]);
+        }
+      } else if (t->op == ATTENTION) {
+        const Share<D> share(A, layer, t->count);
+        if (!share.mine && !share.newest) continue;
+        if (lane == 0) b.wait_count(C_QKV + t->first, (n + 1) * L::GROUP_UNITS, PH_H2A);
+        __syncwarp();
+        const float* from = A.qkv + (size_t)t->first * L::GROUP_UNITS * UNIT;
+        float4 q[GROUP], kv[2];
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) q[i] = ptx::load4(from + i * HEAD_DIM + lane * 4);
+        for (int i = 0; i < 2; i++) kv[i] = ptx::load4(from + (GROUP + i) * HEAD_DIM + lane * 4);
+        const float scale = 0.08838834764831845f * LOG2E;  // 1 / sqrt(128), for powers of two
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+          const float x = q[i].x * scale, y = q[i].y * scale, z = q[i].z * scale, w = q[i].w * scale;
+          const uint32_t lo = ptx::pack(x, y), hi = ptx::pack(z, w);
+          ((uint2*)s.query[0])[i * 32 + lane] = make_uint2(lo, hi);
+          ((uint2*)s.query[1])[i * 32 + lane] = make_uint2(ptx::rest(x, y, lo), ptx::rest(z, w, hi));
+        }
+        for (int i = 0; i < 2; i++)
+          ((uint2*)s.newest[i])[lane] = make_uint2(ptx::pack(kv[i].x, kv[i].y), ptx::pack(kv[i].z, kv[i].w));
+        __syncwarp();
+        if (lane == 0) ptx::arrive(&s.q_full);
+        queries++;
+      } else if (t->op == OPROJ) {
+        const int first = t->first * UNIT / HEAD_DIM / GROUP, last = ((t->first + t->count) * UNIT - 1) / HEAD_DIM / GROUP;
+        if (lane == 0)
+          for (int g = first; g <= last; g++) b.wait_count(C_ATTENTION + g, (n + 1) * (A.num_sms / D::KV_HEADS), PH_H3A);
+        __syncwarp();
+        const int active = Share<D>(A, layer, 0).active;
+        for (int base = 0; base < t->count * UNIT; base += 32) {
+          const int channel = t->first * UNIT + min(base + lane, t->count * UNIT - 1), head = channel / HEAD_DIM;
+          float m = -INFINITY, sum = 0, o = 0;
+          constexpr int B = 11;
+          for (int i = 0; i < active; i += B) {
+            float2 ms[B];
+            float p[B];
+#pragma unroll
+            for (int j = 0; j < B; j++) {
+              const int split = min(i + j, active - 1);
+              ms[j] = ptx::load2(A.softmax + ((size_t)split * D::HEADS + head) * 2);
+              p[j] = ptx::load(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
+            }
+            float top = m;
+#pragma unroll
+            for (int j = 0; j < B; j++) {
+              if (i + j >= active) ms[j].x = -INFINITY;
+              top = fmaxf(top, ms[j].x);
+            }
+            const float f = exp2f(m - top);
+            sum *= f, o *= f, m = top;
+#pragma unroll
+            for (int j = 0; j < B; j++) {
+              const float w = exp2f(ms[j].x - top);
+              sum += w * ms[j].y, o += w * p[j];
+            }
+          }
+          if (base + lane < t->count * UNIT) s.channels[base + lane] = o / sum;
+        }
+        __syncwarp();
+        if (lane == 0) ptx::arrive(&s.o_full);
+      }
+    }
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) better(__shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, token, o));
+  unsigned arrived = 0;
+  if (lane == 0) {
+    ((int2*)A.best)[b.sm] = make_int2(__float_as_int(best), token);
+    arrived = ptx::fetch_add(b.counter(C_TOKEN), 1) + 1;
+  }
+  if (__shfl_sync(~0u, arrived, 0) != (A.epoch + 1) * A.num_sms) return;
+  best = -INFINITY, token = 0x7fffffff;  // the last one to arrive decides
+  for (int i = lane; i < A.num_sms; i += 32) {
+    const float2 v = ptx::load2((const float*)A.best + 2 * i);
+    better(v.x, __float_as_int(v.y));
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) better(__shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, token, o));
+  if (lane == 0) A.out[0] = (unsigned)token < (unsigned)D::VOCAB ? token : 0;
+}
+
+// ---- consumers ---------------------------------------------------------------------------------------------------------
+template <class D> struct Consumer {
+  using L = Layout<D>;
+  const StepArgs& A;
+  Shared<D>& s;
+  char* ring;
+  Block b;
+  int tid, warp, lane, g, t;  // g, t: the lane's row and column in a tensor-core fragment
+  unsigned slot = 0, round = 0, groups = 0, gated = 0, queries = 0, outputs = 0;
+  float h[L::ROWS], acc[L::ROWS], router = 0, scale = 0;  // residual, the layer's partial sums, those of the router's logits
+  uint32_t xb[2 * L::STEPS];
+  unsigned waited = 0;  // cycles, for the timeline
+
+  __device__ __forceinline__ Consumer(const StepArgs& A, Shared<D>& s, char* ring)
+      : A(A), s(s), ring(ring), b{A, &s.gone, (int)blockIdx.x, 0}, tid(threadIdx.x), warp(tid / 32), lane(tid % 32), g(lane / 4), t(lane % 4) {}
+
+  __device__ __forceinline__ void sync() const { ptx::sync<1, CONSUMERS>(); }
+  __device__ __forceinline__ bool timing() const { return A.ticks && tid == 0; }
+  __device__ __forceinline__ void tick(int event, long long value) const {
+    A.ticks[((size_t)b.sm * (D::LAYERS + 1) + b.layer) * 16 + event] = value;
+  }
+  __device__ __forceinline__ const char* take() {
+    const unsigned start = ptx::clock();
+    b.wait_bar(&s.full[slot], round, PH_WEIGHTS);
+    waited += ptx::clock() - start;
+    return ring + slot * L::SLOT;
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane == 0) ptx::arrive(&s.empty[slot]);
+    if (++slot == SLOTS) slot = 0, round++;
+  }
+  __device__ __forceinline__ int row(int i) const { return i / 4 * 1024 + tid * 4 + i % 4; }
+
+  __device__ __forceinline__ void load_x() {
+#pragma unroll
+    for (int i = 0; i < L::STEPS; i++) {
+      const uint2 v = *(const uint2*)(s.x + (warp * L::STEPS + i) * 36 + ((g & 3) * 4 + t) * 2);
+      xb[2 * i] = v.x, xb[2 * i + 1] = v.y;
+    }
+  }
+
+  // Adds up the residual, norms it and spreads it over the fragments.
+  __device__ __forceinline__ void begin_layer(const LayerPointers& w) {
+    const unsigned n = A.epoch * D::LAYERS + b.layer;
+    uint2 norm[L::ROWS / 4];
+#pragma unroll
+    for (int a = 0; a < L::ROWS / 4; a++) norm[a] = __ldg((const uint2*)w.norm + row(4 * a) / 4);
+    if (timing()) tick(0, ptx::now());
+    if (b.layer == 0) {
+      const int token = A.token >= 0 ? A.token : A.out[0];
+      const char* unit = A.layers[D::LAYERS].qkv + (size_t)(token / UNIT) * L::ROW_CHUNK;
+#pragma unroll
+      for (int i = 0; i < L::ROWS; i += 2) {
+        const int k = row(i), half = k / (D::HIDDEN / 2), kk = k % (D::HIDDEN / 2);
+        const int fragment = kk / 16 * 32 + token % UNIT * 4 + kk % 8 / 2, word = kk % 16 / 8 * 2 + half;
+        const uint32_t pair = __ldg((const uint32_t*)unit + fragment * 4 + word);
+        h[i] = ptx::lower(pair), h[i + 1] = ptx::upper(pair);
+      }
+    } else {
+      if (tid == 0) b.wait_count(C_RESIDUAL, n * A.num_sms, PH_H1);
+      sync();
+      if (timing()) tick(1, ptx::now());
+      const float* from = sums_of<D>(A, n - 1);
+      float4 more[4][L::ROWS / 4];
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+        if (r < A.replicas)
+#pragma unroll
+          for (int a = 0; a < L::ROWS / 4; a++) more[r][a] = ptx::load4(from + r * L::SUMS + row(4 * a));
+#pragma unroll
+      for (int a = 0; a < L::ROWS / 4; a++) {
+        float4 v = more[0][a];
+#pragma unroll
+        for (int r = 1; r < 4; r++)
+          if (r < A.replicas) v.x += more[r][a].x, v.y += more[r][a].y, v.z += more[r][a].z, v.w += more[r][a].w;
+        h[4 * a] += v.x, h[4 * a + 1] += v.y, h[4 * a + 2] += v.z, h[4 * a + 3] += v.w;
+      }
+      // Nobody reads the buffer of the layer before last any more, nor adds to it before this layer ends.
+      float* idle = const_cast<float*>(sums_of<D>(A, n + 1));
+      for (int i = b.sm * CONSUMERS + tid; i < A.replicas * L::SUMS; i += A.num_sms * CONSUMERS) __stcg(idle + i, 0.f);
+    }
+    if (b.layer == 0) {
+      float* idle = const_cast<float*>(sums_of<D>(A, n + 1));
+      for (int i = b.sm * CONSUMERS + tid; i < A.replicas * L::SUMS; i += A.num_sms * CONSUMERS) __stcg(idle + i, 0.f);
+    }
+    if (A.hidden && b.sm == 0)
+#pragma unroll
+      for (int i = 0; i < L::ROWS; i++) A.hidden[(size_t)b.layer * D::HIDDEN + row(i)] = h[i];
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) squares = fmaf(h[i], h[i], squares);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+    if (lane == 0) s.squares[warp] = squares;
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i += 2) {
+      const uint32_t pair = i % 4 ? norm[i / 4].y : norm[i / 4].x;
+      const float x = h[i] * ptx::lower(pair), y = h[i + 1] * ptx::upper(pair);
+      const int k = row(i), half = k / (D::HIDDEN / 2), kk = k % (D::HIDDEN / 2);
+      uint32_t* to = s.x + kk / 16 * 36 + kk % 8 / 2 * 2 + kk % 16 / 8;  // kk / 16 counts steps of all warps
+      const uint32_t rounded = ptx::pack(x, y);
+      to[half * 8] = rounded;
+      to[(2 + half) * 8] = ptx::rest(x, y, rounded);
+    }
+    const Task* qkv = program<D>(s, b.layer);
+    if (qkv->op == QKV) {
+      const int from = L::pieces_before(qkv->first) * UNIT, to = L::pieces_before(qkv->first + qkv->count) * UNIT;
+#pragma unroll
+      for (int i = 0; i < L::ROWS; i++)
+        if (row(i) >= from && row(i) < to) s.raw[row(i) - from] = h[i];
+    }
+    sync();
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += s.squares[w];
+    scale = rsqrtf(total / D::HIDDEN + 1e-6f);
+    if (tid == 0) s.scale = scale;
+    load_x();
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) acc[i] = 0;
+    router = 0;
+    if (timing()) tick(2, ptx::now());
+  }
+
+  // Rounding every part to a multiple of one quantum makes the sums over SMs exact, hence the same in every order. The quantum is
+  // 2^-14 of the residual's magnitude: below the rounding of a bf16 residual; sums stay exact up to 512 times that magnitude.
+  __device__ __forceinline__ void end_layer() {
+    const unsigned n = A.epoch * D::LAYERS + b.layer;
+    const float magic = __uint_as_float(__float_as_uint(1.f / scale) & 0x7f800000u) * 768.f;
+    auto quantize = [&](float v) { return __fsub_rn(__fadd_rn(v, magic), magic); };
+    float* to = const_cast<float*>(sums_of<D>(A, n)) + b.sm % A.replicas * L::SUMS;
+#pragma unroll
+    for (int a = 0; a < L::ROWS / 4; a++)
+      ptx::add4(to + row(4 * a), make_float4(quantize(acc[4 * a]), quantize(acc[4 * a + 1]), quantize(acc[4 * a + 2]), quantize(acc[4 * a + 3])));
+    const float both = router + __shfl_xor_sync(~0u, router, 1);
+    if (tid < 2 * D::EXPERTS && tid % 2 == 0) ptx::add(to + D::HIDDEN + tid / 2, quantize(both));
+    sync();
+    if (tid == 0 && b.sm != A.stall_sm) ptx::release_add(b.counter(C_RESIDUAL), 1);
+  }
+
+  // 8 rows times the hidden vector: this warp's part of each row goes to out[row].
+  __device__ __forceinline__ void row_chunk(float* out, const float* raw) {
+    const char* chunk = take();
+    const uint4* from = (const uint4*)chunk + warp * L::STEPS * 32 + lane;
+    uint4 v[L::STEPS];
+#pragma unroll
+    for (int i = 0; i < L::STEPS; i++) v[i] = from[i * 32];
+    float c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < L::STEPS; i++) {
+      if (i & 1) ptx::mma16(d, v[i].x, v[i].y, v[i].z, v[i].w, xb[2 * i], xb[2 * i + 1]);
+      else ptx::mma16(c, v[i].x, v[i].y, v[i].z, v[i].w, xb[2 * i], xb[2 * i + 1]);
+    }
+    if (raw && tid < 2 * D::EXPERTS) {
+      const uint2 p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
+      raw += tid % 2 * 4;
+      router = fmaf(ptx::lower(p.x), raw[0], router), router = fmaf(ptx::upper(p.x), raw[1], router);
+      router = fmaf(ptx::lower(p.y), raw[2], router), router = fmaf(ptx::upper(p.y), raw[3], router);
+    }
+    release();
+    // Columns 0 and 1 hold both halves of the vector, 2 and 3 what their rounding left over.
+    float r = (c[0] + d[0]) + (c[3] + d[3]);
+    r += __shfl_xor_sync(~0u, r, 1);
+    if (t == 0) out[g] = r;
+  }
+
+  // 8 channels m times their columns, added to the partial sums.
+  __device__ __forceinline__ void column_chunk(const float (&m)[UNIT]) {
+    const char* chunk = take();
+    const uint4* from = (const uint4*)chunk + tid;
+    uint4 v[L::ROWS];
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) v[i] = from[i * 256];
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) {
+      acc[i] = fmaf(ptx::lower(v[i].x), m[0], acc[i]), acc[i] = fmaf(ptx::upper(v[i].x), m[1], acc[i]);
+      acc[i] = fmaf(ptx::lower(v[i].y), m[2], acc[i]), acc[i] = fmaf(ptx::upper(v[i].y), m[3], acc[i]);
+      acc[i] = fmaf(ptx::lower(v[i].z), m[4], acc[i]), acc[i] = fmaf(ptx::upper(v[i].z), m[5], acc[i]);
+      acc[i] = fmaf(ptx::lower(v[i].w), m[6], acc[i]), acc[i] = fmaf(ptx::upper(v[i].w), m[7], acc[i]);
+    }
+    if (tid < 2 * D::EXPERTS) {
+      const uint2 p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
+      const bool odd = tid % 2;
+      router = fmaf(ptx::lower(p.x), odd ? m[4] : m[0], router), router = fmaf(ptx::upper(p.x), odd ? m[5] : m[1], router);
+      router = fmaf(ptx::lower(p.y), odd ? m[6] : m[2], router), router = fmaf(ptx::upper(p.y), odd ? m[7] : m[3], router);
+    }
+    release();
+  }
+
+  __device__ __forceinline__ void rows(const Task& task) {
+    int piece = L::pieces_before(task.first);
+    const int start = piece;
+    for (int at = 0; at < task.count; at += GROUP, groups++) {
+      const int buffer = groups & 1;
+      if (groups >= 2) b.wait_bar(&s.rows_empty[buffer], (groups >> 1) - 1, PH_RESULTS);
+      for (int j = at; j < min(at + GROUP, task.count); j++) {
+        const float* raw = nullptr;
+        if (task.op == QKV && L::pieces_before(task.first + j + 1) > piece) raw = s.raw + (piece++ - start) * UNIT;
+        row_chunk(s.rows[buffer] + ((j - at) * WARPS + warp) * UNIT, raw);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::arrive(&s.rows_full[buffer]);
+    }
+  }
+
+  __device__ __forceinline__ void experts(const Task& task) {
+    for (int u = task.first; u < task.first + task.count; u++) {
+      float* part = s.gated[gated++ & 1];
+      row_chunk(part + warp * UNIT, nullptr);
+      row_chunk(part + (WARPS + warp) * UNIT, nullptr);
+      sync();
+      float v = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS / 2; w++) v += part[(lane / 8 % 2 * WARPS + lane / 16 * (WARPS / 2) + w) * UNIT + lane % 8];
+      v += __shfl_xor_sync(~0u, v, 16);
+      v *= scale;
+      const float gate = __shfl_sync(~0u, v, lane % 8), up = __shfl_sync(~0u, v, lane % 8 + 8);
+      const float weight = b.layer ? 1.f / (1.f + __expf(-s.router_logits[u / L::EXPERT_UNITS] * scale)) : 1.f;
+      const float middle = gate / (1.f + __expf(-gate)) * up * weight;
+      float m[UNIT];
+#pragma unroll
+      for (int c = 0; c < UNIT; c++) m[c] = __shfl_sync(~0u, middle, c);
+      column_chunk(m);
+    }
+  }
+
+  __device__ __forceinline__ void project(const Task& task) {
+    const long long start = timing() ? ptx::now() : 0;
+    b.wait_bar(&s.o_full, outputs++, PH_ACTIVATIONS);
+    if (timing()) tick(15, ptx::now() - start);
+    for (int u = 0; u < task.count; u++) {
+      const float4 x = *(const float4*)(s.channels + u * UNIT), y = *(const float4*)(s.channels + u * UNIT + 4);
+      const float m[UNIT] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+      column_chunk(m);
+    }
+  }
+
+  // One KV head against its 8 query heads. A warp takes 8 of a page's 64 tokens and keeps a softmax of its own; rows 0-7 of a
+  // fragment are the heads, rows 8-15 what rounding them to bf16 left over. Scores are in powers of two.
+  struct Softmax {
+    float m = -INFINITY, sum = 0, o[16][4];
+  };
+  // Tokens from..to-1 of 8 rows; rows lie `pitch` bytes apart.
+  __device__ __forceinline__ void tokens(Softmax& state, const uint4 (&qh)[4], const uint4 (&ql)[4], const char* keys, const char* values, int pitch, int from, int to) {
+    if (to <= 0 || from >= UNIT) return;
+    float c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
+    uint4 v[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = *(const uint4*)(keys + g * pitch + (t + 4 * j) * 16);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      ptx::mma16(c, qh[j].x, ql[j].x, qh[j].y, ql[j].y, v[j].x, v[j].y);
+      ptx::mma16(d, qh[j].z, ql[j].z, qh[j].w, ql[j].w, v[j].z, v[j].w);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      v[j] = *(const uint4*)(values + g * pitch + (t + 4 * j) * 16);
+      if (g < from || g >= to) v[j] = make_uint4(0, 0, 0, 0);  // what lies there may be anything
+    }
+    const float s0 = 2 * t >= from && 2 * t < to ? (c[0] + d[0]) + (c[2] + d[2]) : -INFINITY;
+    const float s1 = 2 * t + 1 >= from && 2 * t + 1 < to ? (c[1] + d[1]) + (c[3] + d[3]) : -INFINITY;
+    float top = fmaxf(s0, s1);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(state.m, fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
+    const float f = exp2f(state.m - top), p0 = exp2f(s0 - top), p1 = exp2f(s1 - top);
+    state.m = top;
+    state.sum = state.sum * f + (p0 + p1);
+    if (__any_sync(~0u, f != 1.f))
+#pragma unroll
+      for (int i = 0; i < 16; i++) state.o[i][0] *= f, state.o[i][1] *= f, state.o[i][2] *= f, state.o[i][3] *= f;
+    const uint32_t p = ptx::pack(p0, p1), rest = ptx::rest(p0, p1, p);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      ptx::mma8(state.o[4 * j], p, rest, ptx::transpose(v[j].x));
+      ptx::mma8(state.o[4 * j + 1], p, rest, ptx::transpose(v[j].y));
+      ptx::mma8(state.o[4 * j + 2], p, rest, ptx::transpose(v[j].z));
+      ptx::mma8(state.o[4 * j + 3], p, rest, ptx::transpose(v[j].w));
+    }
+  }
+
+  __device__ __forceinline__ void attention(const Task& task) {
+    const Share<D> share(A, b.layer, task.count);
+    if (task.count < 0) return;
+    if (share.mine || share.newest) {
+      const long long start = timing() ? ptx::now() : 0;
+      b.wait_bar(&s.q_full, queries++, PH_ACTIVATIONS);
+      if (timing()) tick(14, ptx::now() - start);
+      uint4 qh[4], ql[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) qh[j] = s.query[0][g * 16 + t + 4 * j], ql[j] = s.query[1][g * 16 + t + 4 * j];
+      Softmax state;
+#pragma unroll
+      for (int i = 0; i < 16; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0;
+      float(&o)[16][4] = state.o;
+      float &m = state.m, &sum = state.sum;
+      const int splits = A.num_sms / D::KV_HEADS, shift = warp * UNIT;
+      for (int k = 0; k < share.mine; k++) {
+        const int token = (share.first + task.count + k * splits) * PAGE + shift;
+        const char* page = take();
+        tokens(state, qh, ql, page + shift * HEAD_DIM * 2, page + (PAGE + shift) * HEAD_DIM * 2, HEAD_DIM * 2, share.low - token, min(UNIT, A.position - token));
+        if (k + 1 < share.mine) release();
+      }
+      if (share.newest && warp == 0) tokens(state, qh, ql, (const char*)s.newest[0], (const char*)s.newest[1], 0, 0, 1);
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      float* to = A.partials + ((size_t)task.count * D::HEADS + task.first * GROUP) * HEAD_DIM;
+      float* softmax = A.softmax + ((size_t)task.count * D::HEADS + task.first * GROUP) * 2;
+      if (share.mine) {  // the warps' parts meet in the last page's slot
+        float* const meet = (float*)(ring + slot * L::SLOT);
+        if (t == 0) s.maxima[warp * GROUP + g] = m, s.sums[warp * GROUP + g] = sum;
+        sync();
+        float top = -INFINITY;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.maxima[w * GROUP + g]);
+        const float f = exp2f(m - top);
+        float* scratch = meet + (warp * GROUP + g) * HEAD_DIM + t * 8;
+#pragma unroll
+        for (int i = 0; i < 16; i += 2)
+          *(float4*)(scratch + i / 4 * 32 + i % 4 * 2) = make_float4((o[i][0] + o[i][2]) * f, (o[i][1] + o[i][3]) * f,
+                                                                     (o[i + 1][0] + o[i + 1][2]) * f, (o[i + 1][1] + o[i + 1][3]) * f);
+        sync();
+        float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float4 p = ((const float4*)meet)[w * CONSUMERS + tid];
+          v.x += p.x, v.y += p.y, v.z += p.z, v.w += p.w;
+        }
+        __stcg((float4*)to + tid, v);
+        if (tid < GROUP) {
+          float most = -INFINITY, all = 0;
+#pragma unroll
+          for (int w = 0; w < WARPS; w++) most = fmaxf(most, s.maxima[w * GROUP + tid]);
+#pragma unroll
+          for (int w = 0; w < WARPS; w++) all += s.sums[w * GROUP + tid] * exp2f(s.maxima[w * GROUP + tid] - most);
+          __stcg((float2*)softmax + tid, make_float2(most, all));
+        }
+        ptx::fence_async();  // the slot was written by threads, the copy engine is next
+        release();
+      } else if (warp == 0) {
+#pragma unroll
+        for (int i = 0; i < 16; i += 2)
+          __stcg((float4*)(to + g * HEAD_DIM + t * 8 + i / 4 * 32 + i % 4 * 2),
+                 make_float4(o[i][0] + o[i][2], o[i][1] + o[i][3], o[i + 1][0] + o[i + 1][2], o[i + 1][1] + o[i + 1][3]));
+        if (t == 0) __stcg((float2*)softmax + g, make_float2(m, sum));
+      }
+    }
+    sync();
+    if (tid == 0) ptx::release_add(b.counter(C_ATTENTION + task.first), 1);
+    load_x();  // its registers were needed here
+  }
+
+  __device__ __forceinline__ void run() {
+    for (int layer = 0; layer <= D::LAYERS; layer++) {
+      b.layer = layer;
+      begin_layer(A.layers[layer]);
+      int event = 0;
+      for (const Task* task = program<D>(s, layer); task->op != END; task++, event++) {
+        if (task->op == EXPERTS_OP) experts(*task);
+        else if (task->op == ATTENTION) attention(*task);
+        else if (task->op == OPROJ) project(*task);
+        else rows(*task);
+        if (timing()) {
+          if (event < 5) tick(3 + event, ptx::now()), tick(9 + event, waited);
+          else tick(8, ptx::now());
+          waited = 0;
+        }
+      }
+      if (layer < D::LAYERS) end_layer();
+    }
+  }
+};
+
+template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __grid_constant__ StepArgs A) {
+  extern __shared__ __align__(128) char memory[];
+  Shared<D>& s = *(Shared<D>*)(memory + SLOTS * Layout<D>::SLOT);
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) ptx::init(&s.full[i], 1), ptx::init(&s.empty[i], WARPS);
+    for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
+    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1);
+    ptx::fence_init();
+    s.gone = A.out[3] != 0;
+  }
+  for (int i = tid; i < KINDS * MAX_TASKS; i += THREADS) {
+    s.tasks[i] = ((const Task*)A.tasks)[blockIdx.x * KINDS * MAX_TASKS + i];
+  }
+  if (tid < HEAD_DIM / 2) s.rope[tid] = ((const uint32_t*)A.rope)[(size_t)A.position * (HEAD_DIM / 2) + tid];
+  __syncthreads();
+  if (tid < CONSUMERS) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    Consumer<D> c(A, s, memory);
+    c.run();
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
+    if (tid < CONSUMERS + 32) produce<D>(A, s, memory);
+    else if (tid < CONSUMERS + 64) help<D>(A, s);
+  }
+}
+
+template <class D> const char* launch(const StepArgs& args, cudaStream_t stream) {
+  constexpr size_t bytes = SLOTS * Layout<D>::SLOT + sizeof(Shared<D>);
+  static_assert(bytes <= 232448, "shared memory of a block");
+  static cudaError_t ready = cudaFuncSetAttribute(step<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+  cudaError_t error = ready;
+  if (error == cudaSuccess) {
+    void* parameters[] = {const_cast<StepArgs*>(&args)};
+    error = cudaLaunchCooperativeKernel((const void*)step<D>, dim3(args.num_sms), dim3(THREADS), parameters, bytes, stream);
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+}  // namespace
+
+const char* launch_step(const char* model, const StepArgs& args, void* stream) {
+  if (!strcmp(model, NorthMiniCode::NAME)) return launch<NorthMiniCode>(args, (cudaStream_t)stream);
+  if (!strcmp(model, Small::NAME)) return launch<Small>(args, (cudaStream_t)stream);
+  return "no such model is compiled in";
+}

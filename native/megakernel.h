@@ -1,0 +1,31 @@
+// What a launch needs; all pointers are device pointers. northchat/engine/megakernel.py says shapes and types.
+#pragma once
+#include <cstdint>
+
+struct LayerPointers {
+  const char *qkv, *experts, *oproj;
+  const void* norm;
+};
+
+struct StepArgs {
+  const LayerPointers* layers;  // one per layer, then the head's
+  const void* rope;
+  char *kv_full, *kv_sliding;
+  const int *table_full, *table_sliding;
+  const int* tasks;
+  float *sums, *qkv, *partials, *softmax;
+  unsigned* counters;
+  int *best, *out, *routing;
+  float* logits;       // or null
+  const int* forced;   // or null
+  float* hidden;       // or null
+  long long* ticks;    // or null
+  long long pages_full, pages_sliding, timeout_ns;
+  unsigned long long seed;
+  unsigned epoch;
+  int token, position, replicas, in_flight, num_sms, stall_sm;
+  float inverse_temperature;  // 0: greedy
+};
+
+// Returns null, or what went wrong.
+const char* launch_step(const char* model, const StepArgs& args, void* stream);
