@@ -591,9 +591,9 @@ def measure(shape: Shape, weights: RandomWeights, prompt: Prompt, make: DecoderF
             decoder.load_kv(layer, keys, values)
         # Longest first: a step overwrites the cache at its position, which only longer contexts would read.
         for i in sorted(range(len(contexts)), key=lambda i: -contexts[i]):
-            logits = torch.stack(
-                [decoder.step(int(prompt.branches[i, b]), contexts[i] - 1, forced[i, b]).float() for b in range(count)]
-            )
+            logits = torch.empty(count, shape.vocab, device=device)
+            for b in range(count):
+                logits[b] = decoder.step(int(prompt.branches[i, b]), contexts[i] - 1, forced[i, b])
             at = prompt.free + i * count
             true = trace.hidden[at : at + count] @ head32.T
             bf16, fp32 = F.linear(hidden[i], head), hidden[i].float() @ head32.T

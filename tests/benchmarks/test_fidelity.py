@@ -105,6 +105,21 @@ def test_streamed_transformers_equals_the_whole_model_bit_for_bit(attention: str
     assert experts.shape == (40, TINY.layers, TINY.top_k)
 
 
+class OneBuffer(TorchDecoder):
+    """Gives its logits in fp32 and in the same memory each time, as a kernel does."""
+
+    def step(self, token: int, position: int, experts: Tensor | None = None) -> Tensor:
+        if not hasattr(self, "logits"):
+            self.logits = torch.empty(self.shape.vocab)
+        return self.logits.copy_(super().step(token, position, experts))
+
+
+def test_logits_may_be_overwritten_by_the_next_step() -> None:
+    own, shared = (measured(decoder, (9, 40), 70) for decoder in (TorchDecoder, OneBuffer))
+    assert shared.forced == own.forced
+    assert shared.ours == own.ours
+
+
 class WindowTooWide(TorchDecoder):
     def __init__(self, shape: Shape, weights: RandomWeights, device: torch.device) -> None:
         super().__init__(replace(shape, window=shape.window + 1), weights, device)
