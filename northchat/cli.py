@@ -134,8 +134,8 @@ def _converse(settings: "Config", options: argparse.Namespace) -> int:
     plain = options.plain or os.environ.get("TERM") == "dumb" or bool(os.environ.get("ACCESSIBLE"))
     if not plain and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("this is no terminal; use -p TEXT for one answer, -p - for a question from standard input")
-    _confirm(settings)
     if plain:
+        _confirm(settings)
         from northchat import repl
 
         return repl.run(settings, options.prompt)

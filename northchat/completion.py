@@ -56,7 +56,9 @@ def _zsh(options: list[argparse.Action]) -> str:
         if option.nargs != 0:
             value = ":value:" + (f"({_words(option.choices)})" if option.choices else "_files")
         lines += [f"    '{flag}[{text}]{value}'" for flag in option.option_strings]
-    cases = "".join(f"      {name}) _values {name} {_words(verbs)}; return;;\n" for name, verbs in SUBCOMMANDS.items() if verbs)
+    cases = "".join(
+        f"      {name}) _values {name} {_words(verbs)}; return;;\n" for name, verbs in SUBCOMMANDS.items() if verbs
+    )
     joined = " \\\n".join(lines)
     return f"""\
 _northchat() {{

@@ -84,6 +84,11 @@ class Attachment:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    @property
+    def lost(self) -> bool:
+        """The host left or died."""
+        return self._error is not None
+
     async def ready(self) -> Health:
         """The state in which requests are served. Raises ClientError when that can't come to be."""
         await self._settled.wait()

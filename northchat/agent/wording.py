@@ -46,10 +46,11 @@ def loading(health: Health) -> str:
         return health.message or "the engine failed; `northchat logs` tells more"
     if (progress := health.progress) is None:
         return f"starting {health.model}".rstrip()
+    what = "loading weights" if progress.what == "weights" else progress.what
     if progress.total <= 0:
-        return progress.what
+        return what
     share = min(progress.done / progress.total, 1)
-    return f"{progress.what} {share:.0%} ({progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB)"
+    return f"{what} {share:.0%} ({progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB)"
 
 
 def engine(health: Health) -> str:
