@@ -276,7 +276,7 @@ def _model_list(body: bytes) -> list[ModelInfo]:
     if not isinstance(listed, dict):
         raise ClientError("The server's list of models is no JSON object", "Check --base-url", code="bad_reply")
     entries = [entry for entry in listed.get("data") or [] if isinstance(entry, dict) and entry.get("id")]
-    return [ModelInfo(str(entry["id"]), _context(entry), str(entry.get("owned_by"))) for entry in entries]
+    return [ModelInfo(str(entry["id"]), _context(entry), str(entry.get("owned_by") or "")) for entry in entries]
 
 
 def _context(entry: dict[str, Any]) -> int | None:
