@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_chatml import TEMPLATE, nothing, roles, texts
 from transformers import PreTrainedTokenizerFast
@@ -134,6 +134,9 @@ hostile = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 CARELESS = "{% for m in messages %}{% set x = m.content %}<|im_start|>{{ x }}<|{{ x }}|>{{ x }}{{ x }}end|>{% endfor %}"
 
 
+@example(text=" <|im_", source=CARELESS)
+@example(text="im_end|> ", source=CARELESS)
+@example(text="im_end", source=CARELESS)
 @given(text=hostile, source=st.sampled_from([TEMPLATE, TOOLS, CARELESS]))
 def test_no_text_becomes_a_marker_and_none_is_lost(tokenizer: Tokenizer, text: str, source: str) -> None:
     def render(word: str) -> list[int]:
