@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_executor import FakeExecutor
 
+from northchat.engine.executor import Executor
 from northchat.engine.kv_cache import KVCache
 from northchat.engine.protocol import Output, Sampling, Submit
 from northchat.engine.scheduler import Launch, Scheduler
@@ -37,9 +39,10 @@ class Rig:
         rows: int = 4,
         limit: int = 64,
         overlap: bool = False,
+        executor: Executor | None = None,
     ) -> None:
         self.windows = windows
-        self.executor = FakeExecutor(windows, page, limit)
+        self.executor: Any = executor or FakeExecutor(windows, page, limit)
         self.executor.allocate(pages)
         cache = KVCache(self.executor.groups, pages, chunk, page, key=b"fixed")
         self.scheduler = Scheduler(cache, self.executor.vocab_size, limit, chunk, mixed_chunk, rows)
