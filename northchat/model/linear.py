@@ -39,11 +39,11 @@ def fits_int4(blocks: Sequence[Blocks | None]) -> bool:
 
 
 def unpack(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q4_0 or Q4_1 blocks as (q, scale, zero): q int32 [out, in] in 0..15, scale and zero float32 [out, in / 32], such that
-    the weight is (q - 8) * scale + zero.
+    """Q4_0 or Q4_1 blocks as (q, scale, zero): q int32 [out, in] in 0..15, scale and zero float32 [out, in / 32], so
+    that the weight is (q - 8) * scale + zero.
 
-    Layouts, from ggml: Q4_0 is fp16 d, 16 bytes; Q4_1 is fp16 d, fp16 m, 16 bytes. The low nibbles are the block's first 16
-    weights, the high ones its last. Q4_0 means d (q - 8), Q4_1 means d q + m.
+    Layouts, from ggml: Q4_0 is fp16 d, 16 bytes; Q4_1 is fp16 d, fp16 m, 16 bytes. The low nibbles are the block's
+    first 16 weights, the high ones its last. Q4_0 means d (q - 8), Q4_1 means d q + m.
     """
     out, width = blocks.shape
     head = 4 if blocks.type == "Q4_1" else 2

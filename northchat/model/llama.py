@@ -34,7 +34,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "LlamaConfig":
-        """From the keys of a config.json. Raises ModelError when one is missing or asks for what isn't supported here."""
+        """From the keys of a config.json. Raises ModelError when one is missing or asks for what isn't supported."""
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
             # Newer files keep all of RoPE under rope_parameters.
@@ -60,7 +60,9 @@ class LlamaConfig:
         except KeyError as error:
             raise ModelError(f"the model's configuration lacks {error.args[0]}; download the model again") from None
         if config.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"the model uses the activation {config['hidden_act']!r}; llama models with silu are supported")
+            raise ModelError(
+                f"the model uses the activation {config['hidden_act']!r}; llama models with silu are supported"
+            )
         if found.heads % found.kv_heads or found.head_dim % 2:
             raise ModelError(
                 f"the model has {found.heads} heads on {found.kv_heads} KV heads of {found.head_dim} dimensions, "
@@ -70,15 +72,18 @@ class LlamaConfig:
         return found
 
     def inverse_frequencies(self) -> torch.Tensor:
-        """RoPE's angular step of each pair of dimensions, float32 [head_dim / 2]. Raises ModelError for an unknown scaling.
+        """RoPE's angular step of each pair of dimensions, float32 [head_dim / 2]. Raises ModelError for an unknown
+        scaling.
 
-        `llama3` as in Llama 3.1's reference code: wavelengths beyond the original context are stretched by `factor`, short
-        ones are kept, those between are blended.
+        `llama3` as in Llama 3.1's reference code: wavelengths beyond the original context are stretched by `factor`,
+        short ones are kept, those between are blended.
         """
-        steps = 1.0 / self.rope_theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
+        steps: torch.Tensor = 1.0 / self.rope_theta ** (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        )
         if self.rope_freq_factors is not None:
             return steps / torch.tensor(self.rope_freq_factors)
-        scaling = self.rope_scaling or {}
+        scaling: dict[str, Any] = self.rope_scaling or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
             return steps
@@ -86,10 +91,10 @@ class LlamaConfig:
             return steps / float(scaling["factor"])
         if kind != "llama3":
             raise ModelError(f"the model scales RoPE by {kind!r}; default, linear and llama3 are supported")
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * steps / (2 * math.pi)
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        turns = steps * float(scaling["original_max_position_embeddings"]) / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return steps * kept + steps / scaling["factor"] * (1 - kept)
+        return steps * kept + steps / float(scaling["factor"]) * (1 - kept)
 
 
 @dataclass
@@ -103,8 +108,8 @@ class _Layer:
 
 
 class Llama:
-    """Weights and forward pass. `dtype` is that of matrix products and of keys and values; the residual stream, norms and
-    RoPE are float32.
+    """Weights and forward pass. `dtype` is that of matrix products and of keys and values; the residual stream, norms
+    and RoPE are float32.
     """
 
     def __init__(
@@ -121,7 +126,7 @@ class Llama:
         self.int4 = any(isinstance(layer.down, Int4) for layer in layers)
         """Whether matrices are held in 4 bits."""
         self._steps = config.inverse_frequencies()
-        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n eps)) / sqrt(n): two fast operators, with sqrt(n) in the norms' weights.
+        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n eps)) / sqrt(n): two fast operators, sqrt(n) is in the weights.
         self._floor = torch.tensor(math.sqrt(config.hidden * config.norm_eps))
 
     def hidden(self, ids: torch.Tensor, plan: Plan, kv: PagedKV) -> torch.Tensor:
@@ -137,7 +142,7 @@ class Llama:
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(x, layer.attention_norm)).float().view(tokens, -1, c.head_dim)
             # Rows of Q and K stand in pairs, so that a rotation is a complex product, done in place.
-            torch.view_as_complex(qkv[:, :rotated].unflatten(2, (-1, 2))).mul_(turns)
+            torch.view_as_complex(qkv[:, :rotated].view(tokens, rotated, -1, 2)).mul_(turns)
             kv.write(index, qkv[:, c.heads :].view(tokens, 2, c.kv_heads, c.head_dim), plan)
             seen = kv.attend(index, qkv[:, : c.heads].to(self.dtype), plan)
             x += layer.out(seen.view(tokens, width))
@@ -206,9 +211,7 @@ class _Loader:
     def _norm(self, name: str) -> torch.Tensor:
         return self.weights.load(name, (self.config.hidden,)).float() * math.sqrt(self.config.hidden)
 
-    def _linear(
-        self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, pairs: bool = False
-    ) -> Linear:
+    def _linear(self, names: Sequence[str], outs: Sequence[int], width: int, bias: bool, pairs: bool = False) -> Linear:
         """The matrices `names` stacked; with `pairs` the rows of the first two (Q, K) are put in RoPE's pairs."""
         shapes = [(out, width) for out in outs]
         stacked_bias = None
@@ -233,5 +236,5 @@ class _Loader:
 
     def _paired(self, rows: torch.Tensor) -> torch.Tensor:
         """From order (0, 1, ..., d/2, d/2 + 1, ...) within a head to (0, d/2, 1, d/2 + 1, ...)."""
-        halves = rows.unflatten(0, (-1, 2, self.config.head_dim // 2))
+        halves = rows.reshape(-1, 2, self.config.head_dim // 2, *rows.shape[1:])
         return halves.transpose(1, 2).reshape(rows.shape)
