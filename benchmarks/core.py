@@ -66,7 +66,7 @@ def microseconds(rows: int, context: int) -> float:
     """CPU time per decode step of so many requests that each have so much context."""
     executor = Nothing(context + STEPS + 64)
     ours, theirs = socket.socketpair()
-    limits = Limits(rows=rows, chunk=2048, mixed_chunk=2048, overlap=True, kv_memory=1 << 40)
+    limits = Limits(rows=rows, chunk=2048, mixed_chunk=2048, overlap=True, kv_memory=1 << 40, kv_share=1.0)
     core = threading.Thread(target=lambda: Core(executor, theirs, limits).run())
     core.start()
     with ours, theirs:

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,11 +58,13 @@ class Limits:
     """Whether `submit` returns before the step is done, so that publishing the last one hides behind it."""
     kv_memory: int
     """Bytes of KV pages beyond which more are only taken for one request of full length."""
+    kv_share: float
+    """Most of the free memory that KV pages take unasked."""
 
 
 LIMITS = {
-    "cpu": Limits(rows=16, chunk=256, mixed_chunk=128, overlap=False, kv_memory=256 << 20),
-    "cuda": Limits(rows=32, chunk=2048, mixed_chunk=2048, overlap=True, kv_memory=1 << 50),
+    "cpu": Limits(rows=16, chunk=256, mixed_chunk=128, overlap=False, kv_memory=256 << 20, kv_share=0.5),
+    "cuda": Limits(rows=32, chunk=2048, mixed_chunk=2048, overlap=True, kv_memory=1 << 50, kv_share=1.0),
 }
 
 
@@ -224,7 +227,7 @@ def _kv_memory(executor: Executor, limits: Limits, page_size: int) -> int:
     """Bytes for the KV pools when nobody said: modest, but enough for one request of full length."""
     whole = -(-executor.max_context // page_size)
     one = whole * sum(group.page_bytes for group in executor.groups)
-    return min(executor.free_memory(), max(limits.kv_memory, one))
+    return min(int(executor.free_memory() * limits.kv_share), max(limits.kv_memory, one))
 
 
 class _LoadingProgress:
@@ -243,13 +246,10 @@ class _LoadingProgress:
 
 def _size(text: str) -> int:
     """Bytes of `512M`, `2G` or a plain number."""
-    units = {"K": 10, "M": 20, "G": 30}
-    digits = text.strip().upper().removesuffix("B").removesuffix("I")
-    shift = units.get(digits[-1:], 0)
-    number = float(digits.rstrip("KMG"))
-    if number <= 0:
-        raise ValueError
-    return int(number * (1 << shift))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 512M or 2G")
+    return int(float(match[1]) * (1 << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]))
 
 
 def _die_with_parent() -> None:

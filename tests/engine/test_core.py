@@ -31,7 +31,7 @@ from northchat.engine.protocol import (
     send,
 )
 
-LIMITS = Limits(rows=4, chunk=8, mixed_chunk=4, overlap=False, kv_memory=1 << 20)
+LIMITS = Limits(rows=4, chunk=8, mixed_chunk=4, overlap=False, kv_memory=1 << 20, kv_share=1.0)
 
 
 class Peer:
@@ -102,7 +102,7 @@ def serving(
 def test_many_requests_at_once_get_their_own_tokens(overlap: bool) -> None:
     windows = (None, 6)
     executor = FakeExecutor(windows)
-    limits = Limits(rows=4, chunk=8, mixed_chunk=4, overlap=overlap, kv_memory=1 << 20)
+    limits = Limits(rows=4, chunk=8, mixed_chunk=4, overlap=overlap, kv_memory=1 << 20, kv_share=1.0)
     prompts = {rid: [rid, *range(rid + 9)] for rid in range(1, 9)}
     with serving(executor, limits) as (peer, _, codes):
         for rid, prompt in prompts.items():
@@ -134,7 +134,7 @@ def test_the_second_turn_says_what_was_cached_and_how_far_prefill_is() -> None:
 
 
 def test_abort_while_waiting_prefilling_and_decoding() -> None:
-    limits = Limits(rows=1, chunk=1, mixed_chunk=1, overlap=True, kv_memory=1 << 20)
+    limits = Limits(rows=1, chunk=1, mixed_chunk=1, overlap=True, kv_memory=1 << 20, kv_share=1.0)
     with serving(FakeExecutor(max_context=2000), limits) as (peer, _, _):
         peer.submit(1, [1, 2, 3], 1900)
         peer.submit(2, [4, 5, 6], 1900)
@@ -344,3 +344,25 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("size", ["much", "-1", "5T", ""])
+def test_a_size_that_is_none_is_a_usage_error(size: str) -> None:
+    command = [sys.executable, "-m", "northchat.engine.core", "--model", "m", "--fd", "0", f"--kv-memory={size}"]
+    child = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False)
+    assert child.returncode == 2
+    assert "write it like 512M or 2G" in child.stderr
+
+
+def test_memory_for_pages_is_modest_unless_one_long_request_needs_more() -> None:
+    def pages(memory: int, **more: int) -> int:
+        executor = FakeExecutor(memory=memory, **more)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            limits = Limits(rows=8, chunk=8, mixed_chunk=4, overlap=False, kv_memory=20_000, kv_share=0.5)
+            return Core(executor, theirs, limits, page_size=4).scheduler.cache.pools[0].size
+
+    assert pages(1_000_000, max_context=64) == 20
+    assert pages(1_000_000, max_context=400) == 100
+    assert pages(60_000, max_context=400) == 30
+    assert pages(1_000_000, max_context=8) == 16

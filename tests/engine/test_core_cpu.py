@@ -19,6 +19,7 @@ OUTPUTS = 70
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A small random model's folder, and what transformers generates from each prompt."""
     torch.manual_seed(3)
+    torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=64,
@@ -48,6 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list
 def rig(reference: tuple[Path, list[list[int]]]) -> Callable[..., Rig]:
     def make(**more: object) -> Rig:
         executor: Executor = load(reference[0], "float32", lambda what, done, total: None)
+        torch.set_num_threads(1)
         return Rig(page=64, limit=512, executor=executor, **more)
 
     return make
