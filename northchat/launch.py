@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 START_TIMEOUT = 30.0
 """Seconds until a host must accept connections; it takes half of one, more on a machine that is very busy."""
 STOP_TIMEOUT = 10.0
+HTTP_TIMEOUT = 3.0
 _LOG_SIZE = 1 << 20
 
 
@@ -160,7 +161,7 @@ def _health(path: Path) -> dict[str, Any]:
 def _http(path: Path, method: str, target: str) -> bytes:
     """The body of a small response. Raises OSError. Three lines of HTTP/1.0 import faster than any client."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(3.0)
+        sock.settimeout(HTTP_TIMEOUT)
         sock.connect(str(path))
         sock.sendall(f"{method} {target} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
         answer = b"".join(iter(lambda: sock.recv(65536), b""))

@@ -30,6 +30,8 @@ GRACE = 1.5
 UNATTENDED = 30.0
 """The same when nobody has attached yet."""
 CUDA_KEEP_ALIVE = 600.0
+PREDECESSOR = 5.0
+"""Seconds that a host of the same model, just leaving, may take to be gone."""
 NO_TEMPLATE = "{{ raise_exception('this model has no chat template; only /v1/completions works with it') }}"
 
 
@@ -287,7 +289,7 @@ def claim(settings: Settings) -> Iterator[socket.socket]:
     place = rendezvous.place(settings.model, settings.device)
     try:
         # A predecessor that is just leaving may still hold its model in memory.
-        with rendezvous.lock(place.info, 15.0) as descriptor:
+        with rendezvous.lock(place.info, PREDECESSOR) as descriptor:
             serving = None if settings.serve is None else "{}:{}".format(*settings.serve)
             info = rendezvous.Info(os.getpid(), place.model, place.device, version.current(), serving)
             rendezvous.write_info(descriptor, info)
