@@ -53,6 +53,23 @@ class ChatApp(App[None]):
     Screen { background: $background; }
     Transcript { height: 1fr; }
     #queue { height: auto; display: none; color: $muted; padding: 0 2; background: $background; }
+    Dialog {
+        /* At the bottom and see-through, so that a theme's preview can be seen. */
+        align: center bottom;
+        background: transparent;
+        & > Vertical {
+            width: 76; max-width: 100%; height: auto; max-height: 100%; margin: 0 0 1 0;
+            background: $background; border: round $primary; padding: 0 2;
+        }
+        & .title { text-style: bold; color: $foreground; margin-bottom: 1; }
+        & .text { color: $foreground; }
+        & .hint { color: $muted; margin-top: 1; }
+        & OptionList, & OptionList:focus {
+            height: auto; max-height: 12; border: none; padding: 0; background: $background;
+            color: $foreground; text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
+            & > .option-list--option-highlighted { background: $panel; color: $primary; text-style: bold; }
+        }
+    }
     """
     BINDINGS: ClassVar = [
         Binding("escape", "stop", show=False),
@@ -250,10 +267,10 @@ class ChatApp(App[None]):
         if command:
             self._carry_out(command[0].name, command[1])
             return
-        if retry is self._reconnect:
-            retry()
         self._queue.append(event.text)
         self._pump()
+        if retry == self._reconnect:
+            retry()
 
     def _pump(self) -> None:
         """Sends the next queued message if somebody listens."""

@@ -23,25 +23,7 @@ Result = TypeVar("Result")
 
 
 class Dialog(ModalScreen[Result]):
-    # At the bottom and see-through, so that a theme's preview can be seen.
-    CSS = """
-    Dialog {
-        align: center bottom;
-        background: transparent;
-        & > Vertical {
-            width: 76; max-width: 100%; height: auto; max-height: 100%; margin: 0 0 1 0;
-            background: $background; border: round $primary; padding: 0 2;
-        }
-        & .title { text-style: bold; color: $foreground; margin-bottom: 1; }
-        & .text { color: $foreground; }
-        & .hint { color: $muted; margin-top: 1; }
-        & OptionList, & OptionList:focus {
-            height: auto; max-height: 12; border: none; padding: 0; background: $background;
-            color: $foreground; text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-            & > .option-list--option-highlighted { background: $panel; color: $primary; text-style: bold; }
-        }
-    }
-    """
+    """Its style sheet is the app's: defaults of the widgets inside would outweigh one of its own."""
 
 
 class Confirm(Dialog[bool]):

@@ -100,10 +100,10 @@ def wrap(spans: Iterable[Span], width: int) -> Iterator[tuple[str, list[Span]]]:
             continue
         gap = sum(len(span.text) for span in blanks)
         size = _cells(word)
-        if used and used + gap + size > width:
+        if line and used + gap + size > width:
             yield joint, _joined(line)
             line, used, joint = [], 0, " " * gap
-        elif used or gap < width // 2:
+        elif line or gap < width // 2:
             line += blanks
             used += gap
         blanks = []

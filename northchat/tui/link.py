@@ -94,7 +94,7 @@ class Link:
             async for self.health in states:
                 self._on_health(self.health)
                 if self.health.status == "failed":
-                    self._on_failure(self.health.message or "The engine failed", "`northchat logs` tells more")
+                    self._on_failure(self.health.message or "The engine failed; `northchat logs` tells more", "")
 
     async def _greet(self, client: Client) -> None:
         models = await client.models()

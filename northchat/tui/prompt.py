@@ -168,6 +168,13 @@ class PromptArea(TextArea):
             event.stop()
             event.prevent_default()
             return
+        # Bindings usually run once a key has bubbled up to the app; letters typed meanwhile would overtake a backspace.
+        bindings = self._bindings.key_to_bindings.get(event.key, [])
+        if bindings and not event.is_printable:
+            event.stop()
+            event.prevent_default()
+            await self.run_action(bindings[0].action)
+            return
         await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
