@@ -43,13 +43,16 @@ class Terminal:
         self._session: PromptSession[str] | None = None
         self._output: Output | None = None
         self.use_theme(theme)
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            self._session = _session()
-            self._output = self._session.output
-        elif sys.stdout.isatty():
-            from prompt_toolkit.output import create_output
+        self._prompts = sys.stdin.isatty() and sys.stdout.isatty()
+        if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE"):
+            return
+        from prompt_toolkit.output.vt100 import Vt100_Output
 
-            self._output = create_output()
+        self._output = output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
+        # Nothing depends on where the cursor is, and not every terminal answers when asked.
+        output.enable_cpr = False
+        if sys.stdin.isatty():
+            self._session = _session(output)
 
     def use_theme(self, name: str) -> None:
         """Raises ThemeError."""
@@ -60,6 +63,8 @@ class Terminal:
     async def read(self, unsent: str) -> str | None:
         """What the user typed, None at the end of input. Raises KeyboardInterrupt."""
         if self._session is None:
+            if self._prompts:
+                self.put([("> ", "foreground")])
             return await _read_line()
         try:
             return await self._session.prompt_async("> ", default=unsent)
@@ -68,7 +73,7 @@ class Terminal:
 
     def put(self, pairs: list[tuple[str, str]]) -> None:
         coloured = self._output is not None and any(role in _STYLES for _, role in pairs)
-        if not coloured or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        if not coloured or os.environ.get("NO_COLOR"):
             text = "".join(text for text, _ in pairs)
             sys.stdout.buffer.write(text.encode(sys.stdout.encoding or "utf-8", "replace"))
             sys.stdout.buffer.flush()
@@ -80,7 +85,7 @@ class Terminal:
         print_formatted_text(FormattedText(styled), output=self._output, style=self._style, end="")
 
 
-def _session() -> "PromptSession[str]":
+def _session(output: "Output") -> "PromptSession[str]":
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -112,6 +117,7 @@ def _session() -> "PromptSession[str]":
         history = InMemoryHistory()
     names = [f"/{command.name}" for command in commands.COMMANDS]
     return PromptSession(
+        output=output,
         history=history,
         key_bindings=keys,
         multiline=True,
@@ -123,7 +129,7 @@ def _session() -> "PromptSession[str]":
 
 
 async def _read_line() -> str | None:
-    """A line of standard input, which is no terminal; None at its end."""
+    """The next line of standard input, without its end; None when there is none."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str] = loop.create_future()
 
@@ -138,4 +144,5 @@ async def _read_line() -> str | None:
 
     # A thread of the loop's own pool would keep the process from ending.
     threading.Thread(target=read, daemon=True).start()
-    return await line or None
+    text = await line
+    return text.rstrip("\n") if text else None

@@ -14,11 +14,7 @@ STEPS = (
 
 
 def main() -> int:
-    failed = [
-        step
-        for step in STEPS
-        if subprocess.run([sys.executable, "-m", *step], cwd=ROOT).returncode  # noqa: S603
-    ]
+    failed = [step for step in STEPS if subprocess.run([sys.executable, "-m", *step], cwd=ROOT).returncode]
     for step in failed:
         print("failed:", *step, file=sys.stderr)
     return 1 if failed else 0

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-Part = bytes | float
-"""Bytes to send, or seconds to wait before the next part."""
+Part = bytes | float | asyncio.Event
+"""Bytes to send, or seconds to wait, or what to wait for, before the next part."""
 
 
 def sse(*objects: Any, done: bool = True) -> list[bytes]:
@@ -54,6 +56,13 @@ class Scripted:
     requests: list[Request] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def was_cancelled(self, patience: float = 5.0) -> bool:
+        """For other threads than the server's."""
+        deadline = time.monotonic() + patience
+        while not self.cancelled.is_set() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.cancelled.is_set()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while request := await self._read(reader):
@@ -81,6 +90,9 @@ class Scripted:
                 writer.write(b"%x\r\n%s\r\n" % (len(part), part))
                 await writer.drain()
                 continue
+            if isinstance(part, asyncio.Event):
+                await part.wait()
+                continue
             try:
                 await asyncio.wait_for(reader.read(1), part)
             except TimeoutError:
@@ -106,3 +118,18 @@ async def serving(answer: Callable[[Request], Answer], uds: str | None = None) -
         yield scripted
     finally:
         server.close()
+
+
+@contextmanager
+def serving_in_thread(answer: Callable[[Request], Answer], uds: str | None = None) -> Iterator[Scripted]:
+    """For tests of programs that run an event loop of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    manager = serving(answer, uds)
+    try:
+        yield asyncio.run_coroutine_threadsafe(manager.__aenter__(), loop).result(5)
+        asyncio.run_coroutine_threadsafe(manager.__aexit__(None, None, None), loop).result(5)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
