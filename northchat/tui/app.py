@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding
+from textual.driver import Driver
 from textual.widgets import Static
 from textual.worker import Worker
 
@@ -29,6 +30,7 @@ from northchat.tui.link import Link, Locate
 from northchat.tui.prompt import Choice, History, Prompt
 from northchat.tui.reply import FLUSH_S, Reply
 from northchat.tui.status import State, StatusBar
+from northchat.tui.thrift import thrifty_driver
 from northchat.tui.transcript import Transcript
 
 QUIT_S = 2.0
@@ -114,6 +116,9 @@ class ChatApp(App[None]):
         sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=config.seed)
         # The client comes with the first answer: see _answer.
         self._conversation = Conversation(self._no_client(), None, sampling, system=config.system)
+
+    def get_driver_class(self) -> type[Driver]:
+        return thrifty_driver(super().get_driver_class())
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return themes.variables(self._look)

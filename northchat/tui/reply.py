@@ -9,7 +9,7 @@ from northchat.tui.blocks import Answer, Block, Failure, Thinking
 from northchat.tui.status import StatusBar
 from northchat.tui.transcript import Transcript
 
-FLUSH_S = 1 / 12
+FLUSH_S = 1 / 10
 STATUS_S = 1 / 4
 MAX_SHARE = 0.25
 """Of the time that drawing may take; a text that is slow to lay out is drawn less often."""
