@@ -3,7 +3,7 @@
     python benchmarks/decode.py                          # speed at 1K, 8K, 32K
     python benchmarks/decode.py --check                  # logits against an fp32 reference, bit stability, time-outs
     python benchmarks/decode.py --timeline timeline.json # where each SM's time goes
-    python benchmarks/decode.py --config in_flight=2 --config in_flight=3,replicas=4   # several settings in one run
+    python benchmarks/decode.py --config in_flight=2 --config in_flight=3,last_experts=1   # several settings in one run
 
 Speed is measured three ways: `step` is the public step, whose token the host waits for; `ahead` launches each step before the last
 one's token is known (it never leaves the device), as the executor does; `kernel` is the time between events around single launches.
@@ -46,15 +46,21 @@ class Bench:
             pool.normal_(0, 1, generator=torch.Generator("cuda").manual_seed(i))
         # Physical pages in no order, different for both groups.
         self.tables = tuple(
-            torch.randperm(pages, generator=torch.Generator().manual_seed(2 + i))[: pages - 8].to(torch.int32) for i in range(2)
+            torch.randperm(pages, generator=torch.Generator().manual_seed(2 + i))[: pages - 8].to(torch.int32)
+            for i in range(2)
         )
 
     def kernel(self, **config: Any) -> Megakernel:
         config = dict(config)
         sms = config.pop("num_sms", torch.cuda.get_device_properties(0).multi_processor_count)
-        experts = {k: config.pop(k) for k in ("first_experts", "last_experts") if k in config}
+        experts = {k: config.pop(k) for k in ("before_attention", "last_experts") if k in config}
         return Megakernel(
-            self.dims, self.weights, *self.pools, max_context=self.max_context, schedule=build(self.dims, sms, **experts), **config
+            self.dims,
+            self.weights,
+            *self.pools,
+            max_context=self.max_context,
+            schedule=build(self.dims, sms, **experts),
+            **config,
         )
 
     def bytes_per_step(self, kernel: Megakernel, context: int) -> int:
@@ -202,7 +208,10 @@ def bandwidth(bench: Bench, seconds: float = 3.0) -> float:
 
 def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     """ns per layer and SM of one step: arrival, H1 passed, normed, end of each task; cycles that the first consumer warp waited for the ring."""
-    d, ticks = bench.dims, torch.zeros(kernel.schedule.num_sms, bench.dims.layers + 1, 16, dtype=torch.int64, device="cuda")
+    d, ticks = (
+        bench.dims,
+        torch.zeros(kernel.schedule.num_sms, bench.dims.layers + 1, 16, dtype=torch.int64, device="cuda"),
+    )
     for i in range(8):
         kernel.launch(5 if i == 0 else None, context + i, *bench.tables, ticks=ticks)
     kernel.result()
@@ -215,21 +224,38 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     events["end of layer"] = t[:, 2 : d.layers, 0] - layers[:, :-1, 8]
     report = {k: [round(float(v.mean()) / 1e3, 3), round(float(v.amax(0).mean()) / 1e3, 3)] for k, v in events.items()}
     for i, name in enumerate(names[:5]):
-        report[f"ring wait in {name} (cycles)"] = [round(float(layers[..., 9 + i].mean())), round(float(layers[..., 9 + i].amax(0).mean()))]
-    report["wait for q"] = [round(float(layers[..., 14].mean()) / 1e3, 3), round(float(layers[..., 14].amax(0).mean()) / 1e3, 3)]
-    report["wait for o"] = [round(float(layers[..., 15].mean()) / 1e3, 3), round(float(layers[..., 15].amax(0).mean()) / 1e3, 3)]
+        report[f"ring wait in {name} (cycles)"] = [
+            round(float(layers[..., 9 + i].mean())),
+            round(float(layers[..., 9 + i].amax(0).mean())),
+        ]
+    report["wait for q"] = [
+        round(float(layers[..., 14].mean()) / 1e3, 3),
+        round(float(layers[..., 14].amax(0).mean()) / 1e3, 3),
+    ]
+    report["wait for o"] = [
+        round(float(layers[..., 15].mean()) / 1e3, 3),
+        round(float(layers[..., 15].amax(0).mean()) / 1e3, 3),
+    ]
     arrive = layers[..., 0]
     report["arrival spread last-first, last-median"] = [
         round(float((arrive.amax(0) - arrive.amin(0)).mean()) / 1e3, 3),
         round(float((arrive.amax(0) - arrive.median(0).values).mean()) / 1e3, 3),
     ]
     lateness = (arrive - arrive.median(0).values).mean(1)
-    report["head"] = [round(float((t[:, d.layers, 3] - t[:, d.layers, 2]).mean()) / 1e3, 1), round(float((t[:, d.layers, 3] - t[:, d.layers, 2]).amax()) / 1e3, 1)]
+    report["head"] = [
+        round(float((t[:, d.layers, 3] - t[:, d.layers, 2]).mean()) / 1e3, 1),
+        round(float((t[:, d.layers, 3] - t[:, d.layers, 2]).amax()) / 1e3, 1),
+    ]
     report["step"] = [round(float(t[:, d.layers, 3].amax() - t[:, 0, 0].amin()) / 1e3, 1)]
     print("timeline, us (mean over SMs and layers, mean of the slowest SM):")
     for k, v in report.items():
         print(f"  {k:42} {v}")
-    return {"context": context, "mean_and_max_us": report, "lateness_of_each_sm_ns": lateness.tolist(), "ticks": ticks[:, [9, 10, 11, 12]].cpu().tolist()}
+    return {
+        "context": context,
+        "mean_and_max_us": report,
+        "lateness_of_each_sm_ns": lateness.tolist(),
+        "ticks": ticks[:, [9, 10, 11, 12]].cpu().tolist(),
+    }
 
 
 def environment() -> dict[str, str]:
@@ -240,7 +266,12 @@ def environment() -> dict[str, str]:
             return ""
 
     driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__, "commit": shell("git", "rev-parse", "HEAD")}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "commit": shell("git", "rev-parse", "HEAD"),
+    }
 
 
 def main() -> None:
@@ -254,7 +285,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--no-speed", action="store_true")
     parser.add_argument("--probe", action="store_true", help="read bandwidth for three seconds")
-    parser.add_argument("--config", action="append", default=[], help="name=number,...: in_flight, replicas, first_experts, last_experts, num_sms")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        help="name=number,...: in_flight, before_attention, last_experts, num_sms",
+    )
     parser.add_argument("--commit", default="")
     parser.add_argument("--out")
     a = parser.parse_args()
@@ -273,7 +309,9 @@ def main() -> None:
         if a.check and len(result["runs"]) == 1:
             entry["timeout"] = timeouts(bench, kernel)
             print("time-out:", entry["timeout"], flush=True)
-            entry["check"] = check(bench, kernel, [int(c) for c in a.check_contexts.split(",") if int(c) < bench.max_context])
+            entry["check"] = check(
+                bench, kernel, [int(c) for c in a.check_contexts.split(",") if int(c) < bench.max_context]
+            )
         if a.stability and len(result["runs"]) == 1:
             entry["bit_stable"] = stability(bench, kernel, a.stability, 5)
             print(f"5 x {a.stability} greedy steps bit-identical: {entry['bit_stable']}", flush=True)

@@ -42,7 +42,7 @@ void step(const std::string& model, const py::dict& pointers, const py::dict& nu
   a.kv_full = (char*)pointer("kv_full", 128), a.kv_sliding = (char*)pointer("kv_sliding", 128);
   a.table_full = (const int*)pointer("table_full", 4), a.table_sliding = (const int*)pointer("table_sliding", 4);
   a.tasks = (const int*)pointer("tasks", 16);
-  a.sums = (float*)pointer("sums", 16), a.qkv = (float*)pointer("qkv", 16);
+  a.sums = (unsigned long long*)pointer("sums", 16), a.qkv = (float*)pointer("qkv", 16);
   a.partials = (float*)pointer("partials", 16), a.softmax = (float*)pointer("softmax", 8);
   a.counters = (unsigned*)pointer("counters", 128);
   a.best = (int*)pointer("best", 8), a.out = (int*)pointer("out", 8), a.routing = (int*)pointer("routing", 4);
@@ -54,9 +54,8 @@ void step(const std::string& model, const py::dict& pointers, const py::dict& nu
   a.epoch = (unsigned)number("epoch", 0, 0xffffffffll);
   a.token = (int)number("token", -1, (1 << 30));
   a.position = (int)number("position", 0, (1 << 30));
-  a.replicas = (int)number("replicas", 1, 4);
   a.in_flight = (int)number("in_flight", 1, SLOTS);
-  a.num_sms = (int)number("num_sms", 1, 1024);
+  a.num_sms = (int)number("num_sms", 1, 254);
   a.stall_sm = (int)number("stall_sm", -1, 1024);
   a.inverse_temperature = inverse_temperature;
   const char* error;

@@ -16,7 +16,7 @@
 namespace {
 // Registers move from the third warpgroup (producer, helper, two idle warps) to the consumers.
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
-constexpr int MAX_QKV_CHANNELS = 256, MAX_OPROJ_UNITS = 64;
+constexpr int MAX_QKV_CHANNELS = 128, MAX_OPROJ_UNITS = 32, MAX_SPLITS = 128;  // schedule.py checks these
 enum Phase { PH_WEIGHTS = 1, PH_SLOT, PH_H1, PH_H2A, PH_H3A, PH_ACTIVATIONS, PH_RESULTS, PH_TOKEN, PH_DRAIN };
 enum Counter { C_RESIDUAL, C_QKV, C_ATTENTION = 9, C_TOKEN = 17 };  // a line of 128 bytes each
 constexpr float LOG2E = 1.4426950408889634f;
@@ -26,19 +26,21 @@ struct alignas(16) Task {
 };
 
 template <class D> struct Shared {
-  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full;
+  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended;
   // The normed hidden vector in the order in which a warp's tensor-core steps take it: 16 lanes x 8 bytes a step, padded.
   uint32_t x[WARPS * Layout<D>::STEPS * 36];
-  float rows[2][GROUP * WARPS * UNIT];    // parts of finished rows by unit, warp, row; handed to the helper
+  alignas(16) float rows[2][GROUP * WARPS * UNIT];  // parts of finished rows by unit, warp, row; handed to the helper
   float gated[2][2 * WARPS * UNIT];       // the same of one expert unit: gate rows, up rows
   uint4 query[2][GROUP * HEAD_DIM / 8];   // scaled queries of this SM's KV head: bf16, and what rounding left over
   uint4 newest[2][HEAD_DIM / 8];          // key and value of this step's token
   float channels[MAX_OPROJ_UNITS * UNIT]; // attention's output channels that this SM projects
+  float weights[2][MAX_SPLITS];           // of the splits in the attention of up to two heads
   float raw[MAX_QKV_CHANNELS];            // residual at the channels of this SM's router pieces
-  float maxima[WARPS * GROUP], sums[WARPS * GROUP], squares[WARPS], router_logits[8];
+  float maxima[WARPS * GROUP], totals[WARPS * GROUP], squares[WARPS], router_logits[8];
   uint32_t rope[HEAD_DIM / 2];            // cosine and sine at this position
   Task tasks[KINDS * MAX_TASKS];
   float scale;                            // 1 / root mean square of the residual
+  int meeting;                            // slot where the warps' parts of the attention meet
   int gone;                               // set when a wait ran out: nothing waits any more, the step runs to its end
 };
 
@@ -74,6 +76,10 @@ struct Block {
   __device__ __forceinline__ void wait_count(int c, unsigned goal, int phase) const {
     wait([&] { return (int)(ptx::acquire(counter(c)) - goal) >= 0; }, phase);
   }
+  // All SMs are about to add layer n-1's sums: from now on they are worth polling.
+  __device__ __forceinline__ void wait_hint(unsigned n) const {
+    wait([&] { return (int)(ptx::relaxed(counter(C_RESIDUAL)) - n * A.num_sms) >= 0; }, PH_H1);
+  }
 };
 
 // Which pages of a KV head one SM reads, and whether it also takes the newest token.
@@ -94,8 +100,26 @@ template <class D> struct Share {
 template <class D> __device__ __forceinline__ const Task* program(const Shared<D>& s, int layer) {
   return s.tasks + (layer == D::LAYERS ? 2 : layer ? 1 : 0) * MAX_TASKS;
 }
-template <class D> __device__ __forceinline__ const float* sums_of(const StepArgs& A, unsigned n) {
-  return A.sums + (size_t)(n % 3) * A.replicas * Layout<D>::SUMS;
+// The layer's sums over SMs, of the residual's increments and of the next router's logits: fixed-point numbers whose low byte counts
+// who has added. Whoever reads a sum sees in the same word that it is complete, so neither a fence nor a second look is needed, and
+// integers add up to the same bits in any order. Layer n uses buffer n % 3; two layers later, when everybody must have read it, the
+// buffer is taken back to zero by one more addition, counted like the others.
+template <class D> __device__ __forceinline__ unsigned long long* sums_of(const StepArgs& A, unsigned n) {
+  return A.sums + n % 3 * Layout<D>::SUMS;
+}
+// What the count adds to a complete sum: where it started, which is what earlier uses of the buffer left in the low byte, and one for each SM.
+__device__ __forceinline__ unsigned long long count_of(const StepArgs& A, unsigned n) {
+  return (n / 3 * (A.num_sms + 1) & 0xff) + A.num_sms;
+}
+__device__ __forceinline__ float number(unsigned long long sum) { return (float)((long long)sum >> 8); }
+// A power of two: the unit of the fixed-point numbers is 2^-30 of the residual's magnitude 1 / scale.
+__device__ __forceinline__ float fixed_point(float scale) { return 0x1p30f / __uint_as_float(__float_as_uint(1.f / scale) & 0x7f800000u); }
+
+// Where a warp leaves its part of a head's attention: over the keys and values of its own 8 tokens, which only it reads; the newest
+// token alone, which has no page, goes to the buffer of finished rows, idle at that time.
+template <class D> __device__ __forceinline__ char* part_of(Shared<D>& s, char* slot, bool paged, int warp, int head) {
+  return paged ? slot + head / 4 * (PAGE * HEAD_DIM * 2) + warp * (UNIT * HEAD_DIM * 2) + head % 4 * (HEAD_DIM * 4)
+               : (char*)s.rows + head * (HEAD_DIM * 4);
 }
 
 // ---- producer ----------------------------------------------------------------------------------------------------------
@@ -141,16 +165,22 @@ template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char
         if (!routed) {
           routed = true;
           const unsigned n = A.epoch * D::LAYERS + layer;
-          if (lane == 0) b.wait_count(C_RESIDUAL, n * A.num_sms, PH_H1);
+          if (lane == 0) b.wait_hint(n);
           __syncwarp();
-          const float* from = sums_of<D>(A, n - 1) + D::HIDDEN + lane;
+          const unsigned long long* from = sums_of<D>(A, n - 1) + D::HIDDEN + lane;
+          const unsigned long long count = count_of(A, n - 1);
           float raw[D::EXPERTS / 32];
           unsigned key[D::EXPERTS / 32];
+          b.wait([&] {
+            bool all = true;
+            unsigned long long v[D::EXPERTS / 32];
 #pragma unroll
-          for (int i = 0; i < D::EXPERTS / 32; i++) raw[i] = ptx::load(from + 32 * i);
-          for (int r = 1; r < A.replicas; r++)
+            for (int i = 0; i < D::EXPERTS / 32; i++) v[i] = ptx::load(from + 32 * i) - count;
 #pragma unroll
-            for (int i = 0; i < D::EXPERTS / 32; i++) raw[i] += ptx::load(from + r * L::SUMS + 32 * i);
+            for (int i = 0; i < D::EXPERTS / 32; i++) all &= (v[i] & 0xff) == 0, raw[i] = number(v[i]);
+            return all;
+          }, PH_H1);
+          __syncwarp();
 #pragma unroll
           for (int i = 0; i < D::EXPERTS / 32; i++) {  // integers in the order of the floats
             const unsigned u = __float_as_uint(raw[i]);
@@ -175,7 +205,7 @@ template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char
             if (lane == 0) s.router_logits[r] = logit;
             if (lane == r) expert = index;
           }
-          if (b.sm == 0 && lane < D::TOP_K) A.routing[layer * D::TOP_K + lane] = expert;
+          if (t->first == 0 && lane < D::TOP_K) A.routing[layer * D::TOP_K + lane] = expert;
           __syncwarp();
         }
         for (int u = t->first; u < t->first + t->count; u++) {
@@ -221,7 +251,7 @@ __device__ __forceinline__ float gumbel(unsigned long long seed, unsigned positi
   return -logf(-logf(((c0 >> 8) + 0.5f) * 0x1p-24f));
 }
 
-template <class D> __device__ void help(const StepArgs& A, Shared<D>& s) {
+template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32;
   Block b{A, &s.gone, (int)blockIdx.x, 0};
@@ -280,7 +310,11 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s) {
         }
       } else if (t->op == ATTENTION) {
         const Share<D> share(A, layer, t->count);
-        if (!share.mine && !share.newest) continue;
+        if (t->count < 0) continue;
+        if (!share.mine && !share.newest) {
+          if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1);
+          continue;
+        }
         if (lane == 0) b.wait_count(C_QKV + t->first, (n + 1) * L::GROUP_UNITS, PH_H2A);
         __syncwarp();
         const float* from = A.qkv + (size_t)t->first * L::GROUP_UNITS * UNIT;
@@ -300,41 +334,95 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s) {
           ((uint2*)s.newest[i])[lane] = make_uint2(ptx::pack(kv[i].x, kv[i].y), ptx::pack(kv[i].z, kv[i].w));
         __syncwarp();
         if (lane == 0) ptx::arrive(&s.q_full);
-        queries++;
+        // The consumer warps' softmaxes become one.
+        b.wait_bar(&s.attended, queries++, PH_RESULTS);
+        const int warps = share.mine ? WARPS : 1, head = lane % GROUP;
+        float top = -INFINITY, total = 0;
+        for (int w = 0; w < warps; w++) top = fmaxf(top, s.maxima[w * GROUP + head]);
+        for (int w = 0; w < warps; w++) total += s.totals[w * GROUP + head] * exp2f(s.maxima[w * GROUP + head] - top);
+        __syncwarp();
+        for (int w = lane / GROUP; w < warps; w += 32 / GROUP) s.maxima[w * GROUP + head] = exp2f(s.maxima[w * GROUP + head] - top);
+        __syncwarp();
+        const size_t at = (size_t)t->count * D::HEADS + t->first * GROUP;
+        char* slot = ring + s.meeting * L::SLOT;
+        for (int i = 0; i < GROUP; i++) {
+          float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll
+          for (int w = 0; w < WARPS; w++)
+            if (w < warps) {
+              const float f = s.maxima[w * GROUP + i];
+              const float4 p = *(const float4*)(part_of<D>(s, slot, share.mine, w, i) + lane * 16);
+              v.x = fmaf(f, p.x, v.x), v.y = fmaf(f, p.y, v.y), v.z = fmaf(f, p.z, v.z), v.w = fmaf(f, p.w, v.w);
+            }
+          __stcg((float4*)(A.partials + (at + i) * HEAD_DIM) + lane, v);
+        }
+        if (lane < GROUP) __stcg((float2*)A.softmax + at + lane, make_float2(top, total));
+        __syncwarp();
+        if (share.mine && lane < WARPS) ptx::arrive(&s.empty[s.meeting]);
+        if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1);
       } else if (t->op == OPROJ) {
         const int first = t->first * UNIT / HEAD_DIM / GROUP, last = ((t->first + t->count) * UNIT - 1) / HEAD_DIM / GROUP;
         if (lane == 0)
           for (int g = first; g <= last; g++) b.wait_count(C_ATTENTION + g, (n + 1) * (A.num_sms / D::KV_HEADS), PH_H3A);
         __syncwarp();
-        const int active = Share<D>(A, layer, 0).active;
-        for (int base = 0; base < t->count * UNIT; base += 32) {
-          const int channel = t->first * UNIT + min(base + lane, t->count * UNIT - 1), head = channel / HEAD_DIM;
-          float m = -INFINITY, sum = 0, o = 0;
-          constexpr int B = 11;
-          for (int i = 0; i < active; i += B) {
-            float2 ms[B];
-            float p[B];
+        // 32 channels at a time: 8 lanes a split, 4 splits at once, and all loads on their way before the first is needed.
+        const int active = Share<D>(A, layer, 0).active, end = t->count * UNIT;
+        for (int base = 0; base < end; base += 32) {
+          constexpr int B = 9;
+          const int own = base + lane % 8 * 4, channel = t->first * UNIT + min(own, end - 4);
+          const int heads[2] = {(t->first * UNIT + base) / HEAD_DIM, (t->first * UNIT + min(base + 31, end - 1)) / HEAD_DIM};
+          float2 m[2][MAX_SPLITS / 32];
+          float4 v[B];
 #pragma unroll
-            for (int j = 0; j < B; j++) {
-              const int split = min(i + j, active - 1);
-              ms[j] = ptx::load2(A.softmax + ((size_t)split * D::HEADS + head) * 2);
-              p[j] = ptx::load(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
+          for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < MAX_SPLITS / 32; i++) {
+              m[k][i] = make_float2(-INFINITY, 0);
+              if (lane + 32 * i < active && (k == 0 || heads[1] != heads[0]))
+                m[k][i] = ptx::load2(A.softmax + ((size_t)(lane + 32 * i) * D::HEADS + heads[k]) * 2);
             }
-            float top = m;
+          auto fetch = [&](int from) {
 #pragma unroll
-            for (int j = 0; j < B; j++) {
-              if (i + j >= active) ms[j].x = -INFINITY;
-              top = fmaxf(top, ms[j].x);
+            for (int i = 0; i < B; i++) {
+              const int split = from + 4 * i + lane / 8;
+              v[i] = make_float4(0, 0, 0, 0);
+              if (split < active) v[i] = ptx::load4(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
             }
-            const float f = exp2f(m - top);
-            sum *= f, o *= f, m = top;
+          };
+          fetch(0);
 #pragma unroll
-            for (int j = 0; j < B; j++) {
-              const float w = exp2f(ms[j].x - top);
-              sum += w * ms[j].y, o += w * p[j];
+          for (int k = 0; k < 2; k++) {
+            if (k == 1 && heads[1] == heads[0]) continue;
+            float top = -INFINITY, sum = 0;
+#pragma unroll
+            for (int i = 0; i < MAX_SPLITS / 32; i++) top = fmaxf(top, m[k][i].x);
+#pragma unroll
+            for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+#pragma unroll
+            for (int i = 0; i < MAX_SPLITS / 32; i++) m[k][i].x = exp2f(m[k][i].x - top), sum = fmaf(m[k][i].x, m[k][i].y, sum);
+#pragma unroll
+            for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+#pragma unroll
+            for (int i = 0; i < MAX_SPLITS / 32; i++) s.weights[k][lane + 32 * i] = m[k][i].x / sum;
+          }
+          __syncwarp();
+          const float* weights = s.weights[channel / HEAD_DIM != heads[0]];
+          float4 o = make_float4(0, 0, 0, 0);
+          for (int from = 0; from < active; from += 4 * B) {
+            if (from) fetch(from);
+#pragma unroll
+            for (int i = 0; i < B; i++) {
+              const float w = weights[min(from + 4 * i + lane / 8, MAX_SPLITS - 1)];
+              o.x = fmaf(w, v[i].x, o.x), o.y = fmaf(w, v[i].y, o.y), o.z = fmaf(w, v[i].z, o.z), o.w = fmaf(w, v[i].w, o.w);
             }
           }
-          if (base + lane < t->count * UNIT) s.channels[base + lane] = o / sum;
+#pragma unroll
+          for (int j = 8; j < 32; j *= 2) {
+            o.x += __shfl_xor_sync(~0u, o.x, j), o.y += __shfl_xor_sync(~0u, o.y, j);
+            o.z += __shfl_xor_sync(~0u, o.z, j), o.w += __shfl_xor_sync(~0u, o.w, j);
+          }
+          if (lane < 8 && own < end) *(float4*)(s.channels + own) = o;
+          __syncwarp();
         }
         __syncwarp();
         if (lane == 0) ptx::arrive(&s.o_full);
@@ -368,7 +456,8 @@ template <class D> struct Consumer {
   Block b;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column in a tensor-core fragment
   unsigned slot = 0, round = 0, groups = 0, gated = 0, queries = 0, outputs = 0;
-  float h[L::ROWS], acc[L::ROWS], router = 0, scale = 0;  // residual, the layer's partial sums, those of the router's logits
+  float h[L::ROWS], acc[L::ROWS], router = 0, scale = 1, before = 0;
+  // h: residual; acc, router: the layer's partial sums; before: unit of the last layer's sums
   uint32_t xb[2 * L::STEPS];
   unsigned waited = 0;  // cycles, for the timeline
 
@@ -389,9 +478,12 @@ template <class D> struct Consumer {
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (lane == 0) ptx::arrive(&s.empty[slot]);
+    advance();
+  }
+  __device__ __forceinline__ void advance() {
     if (++slot == SLOTS) slot = 0, round++;
   }
-  __device__ __forceinline__ int row(int i) const { return i / 4 * 1024 + tid * 4 + i % 4; }
+  __device__ __forceinline__ int row(int i) const { return i * CONSUMERS + tid; }
 
   __device__ __forceinline__ void load_x() {
 #pragma unroll
@@ -404,46 +496,46 @@ template <class D> struct Consumer {
   // Adds up the residual, norms it and spreads it over the fragments.
   __device__ __forceinline__ void begin_layer(const LayerPointers& w) {
     const unsigned n = A.epoch * D::LAYERS + b.layer;
-    uint2 norm[L::ROWS / 4];
+    uint16_t norm[L::ROWS];
 #pragma unroll
-    for (int a = 0; a < L::ROWS / 4; a++) norm[a] = __ldg((const uint2*)w.norm + row(4 * a) / 4);
+    for (int i = 0; i < L::ROWS; i++) norm[i] = __ldg((const uint16_t*)w.norm + row(i));
     if (timing()) tick(0, ptx::now());
     if (b.layer == 0) {
       const int token = A.token >= 0 ? A.token : A.out[0];
       const char* unit = A.layers[D::LAYERS].qkv + (size_t)(token / UNIT) * L::ROW_CHUNK;
 #pragma unroll
-      for (int i = 0; i < L::ROWS; i += 2) {
+      for (int i = 0; i < L::ROWS; i++) {
         const int k = row(i), half = k / (D::HIDDEN / 2), kk = k % (D::HIDDEN / 2);
-        const int fragment = kk / 16 * 32 + token % UNIT * 4 + kk % 8 / 2, word = kk % 16 / 8 * 2 + half;
-        const uint32_t pair = __ldg((const uint32_t*)unit + fragment * 4 + word);
-        h[i] = ptx::lower(pair), h[i + 1] = ptx::upper(pair);
+        const int fragment = kk / 16 * 32 + token % UNIT * 4 + kk % 8 / 2, element = kk % 16 / 8 * 4 + half * 2 + kk % 2;
+        h[i] = __uint_as_float((uint32_t)__ldg((const uint16_t*)unit + fragment * 8 + element) << 16);
       }
     } else {
-      if (tid == 0) b.wait_count(C_RESIDUAL, n * A.num_sms, PH_H1);
+      if (tid == 0) b.wait_hint(n);
       sync();
+      const unsigned long long* from = sums_of<D>(A, n - 1);
+      const unsigned long long count = count_of(A, n - 1);
+      unsigned long long v[L::ROWS];
+      b.wait([&] {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < L::ROWS; i++) v[i] = ptx::load(from + row(i)) - count;
+#pragma unroll
+        for (int i = 0; i < L::ROWS; i++) all &= (v[i] & 0xff) == 0;
+        return all;
+      }, PH_H1);
+      __syncwarp();
       if (timing()) tick(1, ptx::now());
-      const float* from = sums_of<D>(A, n - 1);
-      float4 more[4][L::ROWS / 4];
+      const float unit = 1.f / fixed_point(scale);
 #pragma unroll
-      for (int r = 0; r < 4; r++)
-        if (r < A.replicas)
-#pragma unroll
-          for (int a = 0; a < L::ROWS / 4; a++) more[r][a] = ptx::load4(from + r * L::SUMS + row(4 * a));
-#pragma unroll
-      for (int a = 0; a < L::ROWS / 4; a++) {
-        float4 v = more[0][a];
-#pragma unroll
-        for (int r = 1; r < 4; r++)
-          if (r < A.replicas) v.x += more[r][a].x, v.y += more[r][a].y, v.z += more[r][a].z, v.w += more[r][a].w;
-        h[4 * a] += v.x, h[4 * a + 1] += v.y, h[4 * a + 2] += v.z, h[4 * a + 3] += v.w;
-      }
-      // Nobody reads the buffer of the layer before last any more, nor adds to it before this layer ends.
-      float* idle = const_cast<float*>(sums_of<D>(A, n + 1));
-      for (int i = b.sm * CONSUMERS + tid; i < A.replicas * L::SUMS; i += A.num_sms * CONSUMERS) __stcg(idle + i, 0.f);
+      for (int i = 0; i < L::ROWS; i++) h[i] = fmaf(number(v[i]), unit, h[i]);
+      before = unit;
     }
-    if (b.layer == 0) {
-      float* idle = const_cast<float*>(sums_of<D>(A, n + 1));
-      for (int i = b.sm * CONSUMERS + tid; i < A.replicas * L::SUMS; i += A.num_sms * CONSUMERS) __stcg(idle + i, 0.f);
+    if (n >= 2 && b.layer < D::LAYERS) {  // everybody has read the buffer of two layers ago
+      unsigned long long* idle = sums_of<D>(A, n + 1);
+      for (int i = b.sm * CONSUMERS + tid; i < L::SUMS; i += A.num_sms * CONSUMERS) {
+        const unsigned long long v = ptx::load(idle + i);
+        ptx::add(idle + i, (v + 1 & 0xff) - v);  // the count moves on, the rest becomes zero
+      }
     }
     if (A.hidden && b.sm == 0)
 #pragma unroll
@@ -455,14 +547,12 @@ template <class D> struct Consumer {
     for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
     if (lane == 0) s.squares[warp] = squares;
 #pragma unroll
-    for (int i = 0; i < L::ROWS; i += 2) {
-      const uint32_t pair = i % 4 ? norm[i / 4].y : norm[i / 4].x;
-      const float x = h[i] * ptx::lower(pair), y = h[i + 1] * ptx::upper(pair);
-      const int k = row(i), half = k / (D::HIDDEN / 2), kk = k % (D::HIDDEN / 2);
-      uint32_t* to = s.x + kk / 16 * 36 + kk % 8 / 2 * 2 + kk % 16 / 8;  // kk / 16 counts steps of all warps
+    for (int i = 0; i < L::ROWS; i++) {  // even lanes store a pair, odd lanes what its rounding left over
+      const float mine = h[i] * __uint_as_float((uint32_t)norm[i] << 16), other = __shfl_xor_sync(~0u, mine, 1);
+      const float x = lane & 1 ? other : mine, y = lane & 1 ? mine : other;
+      const int k = row(i) & ~1, half = k / (D::HIDDEN / 2), kk = k % (D::HIDDEN / 2);
       const uint32_t rounded = ptx::pack(x, y);
-      to[half * 8] = rounded;
-      to[(2 + half) * 8] = ptx::rest(x, y, rounded);
+      s.x[kk / 16 * 36 + (half + (lane & 1) * 2) * 8 + kk % 8 / 2 * 2 + kk % 16 / 8] = lane & 1 ? ptx::rest(x, y, rounded) : rounded;
     }
     const Task* qkv = program<D>(s, b.layer);
     if (qkv->op == QKV) {
@@ -484,20 +574,17 @@ template <class D> struct Consumer {
     if (timing()) tick(2, ptx::now());
   }
 
-  // Rounding every part to a multiple of one quantum makes the sums over SMs exact, hence the same in every order. The quantum is
-  // 2^-14 of the residual's magnitude: below the rounding of a bf16 residual; sums stay exact up to 512 times that magnitude.
   __device__ __forceinline__ void end_layer() {
     const unsigned n = A.epoch * D::LAYERS + b.layer;
-    const float magic = __uint_as_float(__float_as_uint(1.f / scale) & 0x7f800000u) * 768.f;
-    auto quantize = [&](float v) { return __fsub_rn(__fadd_rn(v, magic), magic); };
-    float* to = const_cast<float*>(sums_of<D>(A, n)) + b.sm % A.replicas * L::SUMS;
-#pragma unroll
-    for (int a = 0; a < L::ROWS / 4; a++)
-      ptx::add4(to + row(4 * a), make_float4(quantize(acc[4 * a]), quantize(acc[4 * a + 1]), quantize(acc[4 * a + 2]), quantize(acc[4 * a + 3])));
+    if (b.sm == A.stall_sm) return;
+    if (tid == 0) ptx::relaxed_add(b.counter(C_RESIDUAL), 1);
+    unsigned long long* to = sums_of<D>(A, n);
+    const float factor = fixed_point(scale);
+    auto fixed = [&](float v) { return ((unsigned long long)__float2ll_rn(v * factor) << 8) + 1; };
     const float both = router + __shfl_xor_sync(~0u, router, 1);
-    if (tid < 2 * D::EXPERTS && tid % 2 == 0) ptx::add(to + D::HIDDEN + tid / 2, quantize(both));
-    sync();
-    if (tid == 0 && b.sm != A.stall_sm) ptx::release_add(b.counter(C_RESIDUAL), 1);
+    if (tid < 2 * D::EXPERTS && tid % 2 == 0) ptx::add(to + D::HIDDEN + tid / 2, fixed(both));
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) ptx::add(to + row(i), fixed(acc[i]));
   }
 
   // 8 rows times the hidden vector: this warp's part of each row goes to out[row].
@@ -577,7 +664,7 @@ template <class D> struct Consumer {
       v += __shfl_xor_sync(~0u, v, 16);
       v *= scale;
       const float gate = __shfl_sync(~0u, v, lane % 8), up = __shfl_sync(~0u, v, lane % 8 + 8);
-      const float weight = b.layer ? 1.f / (1.f + __expf(-s.router_logits[u / L::EXPERT_UNITS] * scale)) : 1.f;
+      const float weight = b.layer ? 1.f / (1.f + __expf(-s.router_logits[u / L::EXPERT_UNITS] * before * scale)) : 1.f;
       const float middle = gate / (1.f + __expf(-gate)) * up * weight;
       float m[UNIT];
 #pragma unroll
@@ -653,8 +740,6 @@ template <class D> struct Consumer {
       Softmax state;
 #pragma unroll
       for (int i = 0; i < 16; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0;
-      float(&o)[16][4] = state.o;
-      float &m = state.m, &sum = state.sum;
       const int splits = A.num_sms / D::KV_HEADS, shift = warp * UNIT;
       for (int k = 0; k < share.mine; k++) {
         const int token = (share.first + task.count + k * splits) * PAGE + shift;
@@ -663,51 +748,25 @@ template <class D> struct Consumer {
         if (k + 1 < share.mine) release();
       }
       if (share.newest && warp == 0) tokens(state, qh, ql, (const char*)s.newest[0], (const char*)s.newest[1], 0, 0, 1);
+      float sum = state.sum;
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      float* to = A.partials + ((size_t)task.count * D::HEADS + task.first * GROUP) * HEAD_DIM;
-      float* softmax = A.softmax + ((size_t)task.count * D::HEADS + task.first * GROUP) * 2;
-      if (share.mine) {  // the warps' parts meet in the last page's slot
-        float* const meet = (float*)(ring + slot * L::SLOT);
-        if (t == 0) s.maxima[warp * GROUP + g] = m, s.sums[warp * GROUP + g] = sum;
-        sync();
-        float top = -INFINITY;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.maxima[w * GROUP + g]);
-        const float f = exp2f(m - top);
-        float* scratch = meet + (warp * GROUP + g) * HEAD_DIM + t * 8;
+      __syncwarp();
+      if (share.mine || warp == 0) {  // the helper adds the warps' parts up, in the last page's slot or in one of its own
+        if (t == 0) s.maxima[warp * GROUP + g] = state.m, s.totals[warp * GROUP + g] = sum;
+        char* to = part_of<D>(s, ring + slot * L::SLOT, share.mine, warp, g) + t * 32;
+        const float(&o)[16][4] = state.o;
 #pragma unroll
         for (int i = 0; i < 16; i += 2)
-          *(float4*)(scratch + i / 4 * 32 + i % 4 * 2) = make_float4((o[i][0] + o[i][2]) * f, (o[i][1] + o[i][3]) * f,
-                                                                     (o[i + 1][0] + o[i + 1][2]) * f, (o[i + 1][1] + o[i + 1][3]) * f);
-        sync();
-        float4 v = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-          const float4 p = ((const float4*)meet)[w * CONSUMERS + tid];
-          v.x += p.x, v.y += p.y, v.z += p.z, v.w += p.w;
-        }
-        __stcg((float4*)to + tid, v);
-        if (tid < GROUP) {
-          float most = -INFINITY, all = 0;
-#pragma unroll
-          for (int w = 0; w < WARPS; w++) most = fmaxf(most, s.maxima[w * GROUP + tid]);
-#pragma unroll
-          for (int w = 0; w < WARPS; w++) all += s.sums[w * GROUP + tid] * exp2f(s.maxima[w * GROUP + tid] - most);
-          __stcg((float2*)softmax + tid, make_float2(most, all));
-        }
-        ptx::fence_async();  // the slot was written by threads, the copy engine is next
-        release();
-      } else if (warp == 0) {
-#pragma unroll
-        for (int i = 0; i < 16; i += 2)
-          __stcg((float4*)(to + g * HEAD_DIM + t * 8 + i / 4 * 32 + i % 4 * 2),
-                 make_float4(o[i][0] + o[i][2], o[i][1] + o[i][3], o[i + 1][0] + o[i + 1][2], o[i + 1][1] + o[i + 1][3]));
-        if (t == 0) __stcg((float2*)softmax + g, make_float2(m, sum));
+          *(float4*)(to + i / 4 * 128 + i % 4 * 8) =
+              make_float4(o[i][0] + o[i][2], o[i][1] + o[i][3], o[i + 1][0] + o[i + 1][2], o[i + 1][1] + o[i + 1][3]);
+        ptx::fence_async();  // the copy engine writes this slot next
       }
+      if (tid == 0) s.meeting = slot;
+      __syncwarp();
+      if (lane == 0) ptx::arrive(&s.attended);
+      if (share.mine) advance();
     }
-    sync();
-    if (tid == 0) ptx::release_add(b.counter(C_ATTENTION + task.first), 1);
     load_x();  // its registers were needed here
   }
 
@@ -739,7 +798,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) ptx::init(&s.full[i], 1), ptx::init(&s.empty[i], WARPS);
     for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
-    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1);
+    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS);
     ptx::fence_init();
     s.gone = A.out[3] != 0;
   }
@@ -755,7 +814,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
     if (tid < CONSUMERS + 32) produce<D>(A, s, memory);
-    else if (tid < CONSUMERS + 64) help<D>(A, s);
+    else if (tid < CONSUMERS + 64) help<D>(A, s, memory);
   }
 }
 

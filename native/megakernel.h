@@ -13,7 +13,8 @@ struct StepArgs {
   char *kv_full, *kv_sliding;
   const int *table_full, *table_sliding;
   const int* tasks;
-  float *sums, *qkv, *partials, *softmax;
+  unsigned long long* sums;
+  float *qkv, *partials, *softmax;
   unsigned* counters;
   int *best, *out, *routing;
   float* logits;       // or null
@@ -23,7 +24,7 @@ struct StepArgs {
   long long pages_full, pages_sliding, timeout_ns;
   unsigned long long seed;
   unsigned epoch;
-  int token, position, replicas, in_flight, num_sms, stall_sm;
+  int token, position, in_flight, num_sms, stall_sm;
   float inverse_temperature;  // 0: greedy
 };
 

@@ -136,7 +136,7 @@ class Interpreter:
                     self._project_in(sm, layer, unit, w, h, x, scale, acc)
             elif op is Op.EXPERTS:
                 if layer and not experts:
-                    experts = self._route(sm, layer)
+                    experts = self._route(layer, first == 0)
                 for unit in range(first, first + count):
                     rank, channel = divmod(unit, d.expert_units) if layer else (0, unit)
                     index = experts[rank] * d.expert_units + channel if layer else unit
@@ -197,7 +197,7 @@ class Interpreter:
         self.counters[f"qkv {head}"] += 1
         self._count(sm, layer, Op.QKV, unit, d.qkv_offset(unit + 1) - at)
 
-    def _route(self, sm: int, layer: int) -> list[int]:
+    def _route(self, layer: int, keep: bool) -> list[int]:
         d = self.dims
         if self.forced is not None:
             chosen = [int(e) for e in self.forced[layer]]
@@ -205,7 +205,7 @@ class Interpreter:
             chosen = (
                 torch.sort(self.sums[layer - 1, d.hidden :], descending=True, stable=True).indices[: d.top_k].tolist()
             )
-        if sm == 0:
+        if keep:
             self.routing[layer] = chosen
         return chosen
 

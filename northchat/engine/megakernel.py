@@ -67,29 +67,16 @@ def unpack_rows(packed: torch.Tensor, hidden: int) -> torch.Tensor:
 
 
 def pack_columns(weight: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8].
-
-    A thread owns rows 4*tid..4*tid+3 of every 1024, so piece (row // 1024, row % 4, tid) holds 8 channels of one row; the
-    router's rows follow in plain order.
-    """
-    *lead, hidden, channels = weight.shape
-    units = channels // UNIT
-    rows = weight.reshape(*lead, hidden // 1024, 256, 4, units, UNIT)
-    n = len(lead)
-    rows = rows.permute(*range(n), n + 3, n, n + 2, n + 1, n + 4).reshape(*lead, units, hidden * UNIT)
-    logits = router.reshape(*lead, router.shape[-2], units, UNIT).transpose(-3, -2).reshape(*lead, units, -1)
-    return torch.cat([rows, logits], dim=-1)
+    """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8]: 8 columns a unit."""
+    both = torch.cat([weight, router], dim=-2)
+    *lead, rows, channels = both.shape
+    return both.reshape(*lead, rows, channels // UNIT, UNIT).transpose(-3, -2).reshape(*lead, channels // UNIT, rows * UNIT)
 
 
 def unpack_columns(packed: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[units, (hidden+experts)*8] -> ([hidden, channels], [experts, channels]); the inverse of `pack_columns`."""
-    units = packed.shape[0]
-    rows = packed[:, : hidden * UNIT].reshape(units, hidden // 1024, 4, 256, UNIT)
-    logits = packed[:, hidden * UNIT :].reshape(units, -1, UNIT)
-    return (
-        rows.permute(1, 3, 2, 0, 4).reshape(hidden, units * UNIT),
-        logits.permute(1, 0, 2).reshape(-1, units * UNIT),
-    )
+    both = packed.reshape(packed.shape[0], -1, UNIT).transpose(0, 1).flatten(1)
+    return both[:hidden], both[hidden:]
 
 
 def qkv_rows(dims: Dims, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -254,7 +241,7 @@ class Megakernel:
     kv_full, kv_sliding: pools as `kv_pool` makes them, of the full and of the sliding layers (pages of each group are numbered
     separately; a page id holds for all layers of its group). max_context: tokens up to which positions may go.
     num_sms: blocks to launch, at most the device's SMs (all of them if None); they must be free, or a step times out.
-    replicas: copies of the residual's accumulator (1, 2 or 4). in_flight: chunks (32 KB) that an SM keeps in flight at most.
+    in_flight: chunks (32 KB) that an SM keeps in flight at most.
     Raises ValueError on arguments that don't fit each other, RuntimeError without a Hopper GPU or the extension.
     """
 
@@ -270,7 +257,6 @@ class Megakernel:
         schedule: Schedule | None = None,
         timeout_s: float = 1.0,
         in_flight: int = 2,
-        replicas: int = 2,
         native: ModuleType | None = None,
     ) -> None:
         self._native = native or extension()
@@ -284,8 +270,8 @@ class Megakernel:
             raise ValueError(
                 f"the schedule is for {schedule.dims.name} on {schedule.num_sms} SMs; the device has {available}"
             )
-        if replicas not in (1, 2, 4) or not 1 <= in_flight <= 6:
-            raise ValueError(f"replicas must be 1, 2 or 4 and in_flight 1 to 6, got {replicas} and {in_flight}")
+        if not 1 <= in_flight <= 6:
+            raise ValueError(f"in_flight must be 1 to 6, got {in_flight}")
         self._native.check_dims(dims.name, [
             dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.experts, dims.top_k, dims.intermediate,
             dims.dense_intermediate, dims.vocab, dims.window, dims.full_every,
@@ -304,7 +290,7 @@ class Megakernel:
             ):
                 raise ValueError(f"{name} must be contiguous bf16 on {device}, aligned to 128 bytes")
         self.dims, self.weights, self.schedule, self.max_context = dims, weights, schedule, max_context
-        self.device, self.replicas, self.in_flight, self.timeout_s = device, replicas, in_flight, timeout_s
+        self.device, self.in_flight, self.timeout_s = device, in_flight, timeout_s
         self._pools = (kv_full, kv_sliding)
         pages = -(-max_context // PAGE)
         int32 = {"dtype": torch.int32, "device": device}
@@ -321,7 +307,7 @@ class Megakernel:
         if bool((self._layers % 16).any()):
             raise ValueError("weights must be aligned to 16 bytes")
         fp32 = {"dtype": torch.float32, "device": device}
-        self._sums = torch.zeros(3, replicas, dims.hidden + dims.experts, **fp32)
+        self._sums = torch.zeros(3, dims.hidden + dims.experts, dtype=torch.int64, device=device)
         self._qkv = torch.zeros(dims.qkv_units * UNIT, **fp32)
         self._partials = torch.zeros(schedule.splits, dims.heads, HEAD_DIM, **fp32)
         self._softmax = torch.zeros(schedule.splits, dims.heads, 2, **fp32)
@@ -438,7 +424,6 @@ class Megakernel:
                 "token": -1 if token is None else token,
                 "position": position,
                 "epoch": self._epoch & 0xFFFFFFFF,
-                "replicas": self.replicas,
                 "in_flight": self.in_flight,
                 "num_sms": self.schedule.num_sms,
                 "stall_sm": stall_sm,

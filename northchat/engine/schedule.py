@@ -26,6 +26,10 @@ HEAD_DIM = 128
 GROUP = 8  # query heads that share a KV head; also the most units whose results are handed over together
 WARPS = 8  # consumer warps; a chunk is cut into as many pieces
 MAX_TASKS = 8
+# Room in the kernel's shared memory, and in the byte that counts SMs.
+MAX_OPROJ_UNITS = 32
+MAX_QKV_CHANNELS = 128
+MAX_SMS = 254
 
 
 @dataclass(frozen=True)
@@ -206,16 +210,18 @@ def build(
     num_sms: int,
     *,
     sm_weights: Sequence[float] | None = None,
-    first_experts: int = 2,
-    last_experts: int = 1,
+    before_attention: int = 8,
+    last_experts: int = 0,
 ) -> Schedule:
     """Task lists for `num_sms` SMs.
 
-    sm_weights: relative speed of each SM (equal if None). first_experts, last_experts: expert units that an SM does between QKV and
-    attention and after the output projection; the rest lie between the two, so that each hop of the attention is covered.
-    Raises ValueError where the model cannot be dealt to that many SMs.
+    sm_weights: relative speed of each SM (equal if None). before_attention: chunks that an SM does before its attention, QKV and whole
+    expert units; last_experts: expert units after the output projection. The other experts lie between the two and cover the
+    way from the slowest attention to the first output channel. Raises ValueError where the model cannot be dealt to that many SMs.
     """
     weights = list(sm_weights) if sm_weights is not None else [1.0] * num_sms
+    if num_sms > MAX_SMS:
+        raise ValueError(f"at most {MAX_SMS} SMs, got {num_sms}")
     if num_sms < dims.kv_heads or len(weights) != num_sms or min(weights) <= 0:
         raise ValueError(
             f"need at least {dims.kv_heads} SMs and one positive weight for each, got {num_sms} and {len(weights)}"
@@ -231,14 +237,16 @@ def build(
         chunks = dims.qkv_units + dims.oproj_units + 3 * experts
         need = [max(0.0, chunks * w / sum(weights) - 3 * e) for w, e in zip(weights, expert_counts, strict=True)]
         singles = deal(dims.qkv_units + dims.oproj_units, need)
-        qkv_counts = deal_within(dims.qkv_units, singles)
+        # No SM projects more output channels than the average, rounded up: they are the end of a layer's longest chain.
+        most = -(-dims.oproj_units // num_sms)
+        oproj_counts = deal_within(dims.oproj_units, [min(n, most) for n in singles])
         qkv = expert = oproj = 0
         programs[kind] = []
         for sm in range(num_sms):
-            n_qkv, n_expert = qkv_counts[sm], expert_counts[sm]
-            n_oproj = singles[sm] - n_qkv
+            n_oproj, n_expert = oproj_counts[sm], expert_counts[sm]
+            n_qkv = singles[sm] - n_oproj
             last = min(last_experts, n_expert)
-            head = min(first_experts, n_expert - last)
+            head = max(0, min(round((before_attention - n_qkv) / 3), n_expert - last))
             middle = n_expert - head - last
             split = Task(Op.ATTENTION, sm % dims.kv_heads, sm // dims.kv_heads if sm < splits * dims.kv_heads else -1)
             tasks = [
@@ -249,6 +257,9 @@ def build(
                 Task(Op.OPROJ, oproj, n_oproj),
                 Task(Op.EXPERTS, expert + head + middle, last),
             ]
+            pieces = dims.router_pieces_before(qkv + n_qkv) - dims.router_pieces_before(qkv)
+            if n_oproj > MAX_OPROJ_UNITS or pieces * UNIT > MAX_QKV_CHANNELS:
+                raise ValueError(f"{dims.name} does not fit {num_sms} SMs: SM {sm} would project {n_oproj} units and route {pieces}")
             programs[kind].append([t for t in tasks if t.count or t.op is Op.ATTENTION])
             qkv, expert, oproj = qkv + n_qkv, expert + n_expert, oproj + n_oproj
     head_counts, at = deal(dims.vocab // UNIT, weights), 0
