@@ -17,6 +17,7 @@ from northchat.config import Config
 DEFAULT_MODEL = "smollm2-135m"
 SERVERS = {11434: "Ollama", 1234: "LM Studio", 8000: "port 8000", 8080: "port 8080"}
 """Loopback ports where local servers usually listen."""
+GPU = Path("/dev/nvidiactl")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _PROBE_S = 1.0
 
@@ -52,7 +53,7 @@ def endpoint(config: Config) -> Endpoint:
 
 def check_device(config: Config) -> None:
     """Raises BackendError when our engine is to run on a device that isn't there."""
-    if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
+    if config.device == "cuda" and not GPU.exists():
         raise BackendError("device cuda: this machine has no NVIDIA GPU, or no driver for it; use --device cpu")
 
 

@@ -21,7 +21,7 @@ def test_a_named_server_is_the_endpoint_and_gets_the_key() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "exists", lambda self: False)
+    monkeypatch.setattr(backend, "GPU", Path("/nonexistent"))
     with pytest.raises(BackendError, match=r"no NVIDIA GPU.*--device cpu"):
         backend.endpoint(Config(device="cuda"))
 
