@@ -46,8 +46,7 @@ class Highlighter:
             for token, piece in tokens:
                 role = token_role(token)
                 piece = piece.replace("\n", "")
-                # Blanks take the colour before them: every change of it is bytes to the terminal.
-                if pairs and (pairs[-1][1] == role or piece.isspace()):
+                if pairs and pairs[-1][1] == role:
                     pairs[-1] = (pairs[-1][0] + piece, pairs[-1][1])
                 elif piece:
                     pairs.append((piece, role))

@@ -76,7 +76,7 @@ def lay_out(row: AnyRow, width: int, palette: Palette, ground: str = "background
         edge = Span("│ " if bar else "  ", Look("border"))
         row = row._replace(first=(*row.first, edge), rest=(*row.rest, edge))
         room, fill = max(room - 3, 1), width
-        lines = [("\n" if at == 0 else "", line) for at, line in enumerate(_cut(spans, room))]
+        lines = [("\n" if at == 0 else "", line) for at, line in enumerate(_cut(_calm(spans), room))]
     else:
         lines = list(wrap(spans, min(room, max(MEASURE - taken, 20))))
     return [
@@ -160,6 +160,14 @@ def _graphemes(text: str) -> Iterator[tuple[int, int]]:
     if text.isascii():
         return ((at, 1) for at in range(len(text)))
     return ((start, size) for start, _, size in split_graphemes(text)[0])
+
+
+def _calm(spans: Iterable[Span]) -> list[Span]:
+    """Blanks take the colour before them: every change of it is bytes to the terminal."""
+    calm: list[Span] = []
+    for span in spans:
+        calm.append(Span(span.text, calm[-1].look) if calm and span.text.isspace() else span)
+    return _joined(calm)
 
 
 def _joined(line: list[Span]) -> list[Span]:
