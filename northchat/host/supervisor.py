@@ -1,7 +1,6 @@
 """The core process: started, watched, restarted; requests go to it and outputs come back."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -197,13 +196,16 @@ class Supervisor:
             fatal = cause is not None
         except (protocol.ProtocolError, ConnectionError) as error:
             cause = f"The engine sent what can't be understood: {error}."
+            process.kill()
         except _Silent as error:
             cause = f"The engine said nothing for {error.seconds:.0f} s and was killed."
             process.send_signal(signal.SIGABRT)
         except asyncio.CancelledError:
             cause, fatal = "The engine is shutting down.", True
-            with contextlib.suppress(Exception):
+            if self._ready:
                 self._writer.write(protocol.encode(protocol.Shutdown()))
+            else:  # it listens to nothing while it loads, and has nothing to lose
+                process.kill()
             raise
         finally:
             # Nobody may submit to a core that is going.

@@ -28,4 +28,5 @@ def parts() -> main.Parts:
 
 
 if __name__ == "__main__":
+    main.GRACE, main.PREDECESSOR = 0.6, 1.0  # tests wait for both
     sys.exit(main.main(parts=parts))

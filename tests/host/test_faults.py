@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,10 +41,11 @@ class Front:
         self.left: ClientError | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, ask: bool) -> None:
+    def attach(self) -> None:
         self._tasks.append(asyncio.create_task(self._watch()))
-        if ask:
-            self._tasks.append(asyncio.create_task(self._ask()))
+
+    def ask(self) -> None:
+        self._tasks.append(asyncio.create_task(self._ask()))
 
     async def _watch(self) -> None:
         try:
@@ -78,15 +78,16 @@ class Front:
 async def fronts(launch: Launch, script: Script, moment: str, count: int) -> AsyncIterator[list[Front]]:
     """So many front ends on one host that is at that moment of its life; each of them asks, but at idle or loading."""
     script.set(**SLOW[moment])
-    ask = moment in ("prefilling", "decoding")
     all_fronts = [Front(launch) for _ in range(count)]
     try:
         for front in all_fronts:
-            front.start(ask)
+            front.attach()
         wanted = "loading" if moment == "loading" else "ready"
         for front in all_fronts:
             await front.until(lambda front=front: front.health and front.health.status == wanted)
             await front.until(lambda: len(script.core_pids) == 1)
+            if moment in ("prefilling", "decoding"):
+                front.ask()
             if moment == "prefilling":
                 await front.until(lambda front=front: front.events)
             if moment == "decoding":
@@ -139,16 +140,14 @@ async def test_a_killed_host_takes_its_core_along_and_the_next_launch_starts_ano
                 assert front.error is not None
                 assert front.error.retryable
         await first.until(lambda: not alive(host))
-        if moment != "loading":  # the scripted core loads without listening, unlike the real one
-            await first.until(lambda: not alive(core))
+        await first.until(lambda: not alive(core))
         script.set()
         # Both front ends come back at once.
         again = [Launch(launch.model, launch.device, launch.program) for _ in range(2)]
         await asyncio.gather(*(asyncio.to_thread(one.ensure) for one in again))
         assert only_host().info.pid != host
-        assert len([pid for pid in script.core_pids if alive(pid) and pid != core]) <= 1
-        if moment == "loading" and alive(core):
-            os.kill(core, signal.SIGKILL)
+        await first.until(lambda: len([pid for pid in script.core_pids if alive(pid)]) == 1)
+        assert len(script.core_pids) == 2
 
 
 CLIENT = """
@@ -159,13 +158,13 @@ CLIENT = """
 
     async def main():
         client = Client(Launch(sys.argv[1], "cpu", (sys.argv[2],)).ensure())
-        async def watch():
-            async for health in client.attach():
+        async def ask():
+            async for event in client.stream(Turn([Message("user", "Hi, tell me something.")])):
                 pass
-        task = asyncio.create_task(watch())
-        async for event in client.stream(Turn([Message("user", "Hi, tell me something.")])):
-            pass
-        await task
+        task = None
+        async for health in client.attach():
+            if health.status == "ready" and task is None:
+                task = asyncio.create_task(ask())
 
     asyncio.run(main())
 """
@@ -185,16 +184,16 @@ def test_a_killed_client_is_forgotten_with_its_requests(launch: Launch, script: 
         until(lambda: len(script.submits()) == 1)
     if moment == "idle":
         until(lambda: only_host().health["running"] == 0)
-    time.sleep(0.3)
-    host, cores = only_host().info.pid, script.core_pids
+    (core,) = until(lambda: script.core_pids)
+    host = only_host().info.pid
     client.kill()
     client.wait()
     if moment in ("prefilling", "decoding"):
         until(lambda: any(line.startswith("abort") for line in script.log))
     # Nobody is left: on the CPU the engine leaves too.
     until(lambda: not alive(host))
-    until(lambda: not any(alive(core) for core in cores))
-    assert len(cores) == 1
+    until(lambda: not alive(core))
+    assert script.core_pids == [core]
     assert not leftovers(launch.model)
     assert list_hosts() == []
 
@@ -255,7 +254,7 @@ async def test_a_core_that_keeps_crashing_is_given_up(launch: Launch, script: Sc
 async def test_a_model_that_can_t_load_says_why(launch: Launch, script: Script, home: Path) -> None:
     script.set(fail="model.gguf is truncated; download it again")
     front = Front(launch)
-    front.start(ask=False)
+    front.attach()
     try:
         await front.until(lambda: front.health and front.health.status == "failed")
         assert front.health is not None
