@@ -63,6 +63,8 @@ class Turn(msgspec.Struct, omit_defaults=True):
     max_tokens: int | None = None
     reasoning_effort: str | None = None
     """none switches thinking off where the model can think."""
+    response_format: dict[str, Any] | None = None
+    """OpenAI's json_object or json_schema; None: text."""
     logprobs: int | None = None
     """Number of alternatives reported beside each chosen token."""
 
