@@ -241,6 +241,10 @@ def make_format(model: "Model", files: "ModelFiles", tokenizer: "Tokenizer") -> 
                 eos=eos_ids(files.config),
                 tools=model.can_call_tools,
             )
+        case "north":
+            from northchat.chat.north import North
+
+            return North(tokenizer, model.defaults, files.chat_template)
         case _:
             raise TurnError(f"there is no chat format `{model.format}`")
 

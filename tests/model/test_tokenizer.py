@@ -208,7 +208,8 @@ def test_pre_tokenizers_split_as_their_models_do(pre: str, text: str, words: lis
 
 def test_llama_3_takes_whole_words_and_qwen_composes(tmp_path: Path) -> None:
     fields = {"tokenizer.ggml.merges": vocabulary()["tokenizer.ggml.merges"][:1], "tokenizer.ggml.pre": "llama-bpe"}
-    word = next(token for token in vocabulary()["tokenizer.ggml.tokens"] if token.isascii() and token.isalpha() and len(token) == 3)
+    tokens = vocabulary()["tokenizer.ggml.tokens"]
+    word = next(token for token in tokens if token.isascii() and token.isalpha() and len(token) == 3)
     assert len(from_gguf(fields, tmp_path).encode(word)) == 1
     assert len(from_gguf(fields | {"tokenizer.ggml.pre": "gpt-2"}, tmp_path).encode(word)) > 1
     composed = from_gguf({"tokenizer.ggml.pre": "qwen2"}, tmp_path)
