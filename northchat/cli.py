@@ -208,7 +208,17 @@ def _subcommands() -> dict[str, Callable[[list[str]], int]]:
 
         return run
 
-    return {"models": models, **{name: manage(name) for name in ("engine", "doctor", "logs", "config", "completion")}}
+    managed = {name: manage(name) for name in ("engine", "doctor", "logs", "config")}
+    return {"models": models, **managed, "completion": _completion}
+
+
+def _completion(argv: list[str]) -> int:
+    from northchat import completion
+
+    cli = argparse.ArgumentParser("northchat completion", description="A completion script for your shell.")
+    cli.add_argument("shell", choices=completion.SHELLS)
+    print(completion.script(cli.parse_args(argv).shell, parser()), end="")
+    return 0
 
 
 def _log_requests() -> None:

@@ -4,8 +4,6 @@ import argparse
 import shlex
 from collections.abc import Iterable
 
-from northchat import cli
-
 SHELLS = ("bash", "zsh", "fish")
 SUBCOMMANDS = {
     "models": ("list", "pull", "path", "rm"),
@@ -17,8 +15,8 @@ SUBCOMMANDS = {
 }
 
 
-def script(shell: str) -> str:
-    options = [action for action in cli.parser()._actions if action.option_strings]
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    options = [action for action in parser._actions if action.option_strings]
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](options)
 
 

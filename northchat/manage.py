@@ -1,4 +1,4 @@
-"""Subcommands that look after what runs and what is set: engine, doctor, logs, config, completion."""
+"""Subcommands that look after what runs and what is set: engine, doctor, logs, config."""
 
 import argparse
 import sys
@@ -102,19 +102,9 @@ def config(argv: list[str]) -> int:
     return 0
 
 
-def completion(argv: list[str]) -> int:
-    from northchat import completion
-
-    cli = argparse.ArgumentParser("northchat completion", description="A completion script for your shell.")
-    cli.add_argument("shell", choices=completion.SHELLS)
-    print(completion.script(cli.parse_args(argv).shell), end="")
-    return 0
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "engine": engine,
     "doctor": doctor,
     "logs": logs,
     "config": config,
-    "completion": completion,
 }

@@ -273,13 +273,14 @@ def test_a_reader_of_a_subcommand_that_leaves_is_no_error(home: Path) -> None:
 def test_completion_knows_every_subcommand_and_option() -> None:
     assert set(completion.SUBCOMMANDS) == set(cli._subcommands())
     for shell in completion.SHELLS:
-        script = completion.script(shell)
+        script = completion.script(shell, cli.parser())
         for word in ("output-format", "stream-json", "base-url", "engine", "stop", "pull"):
             assert word in script
 
 
 def complete(*words: str) -> set[str]:
-    program = completion.script("bash") + 'COMP_WORDS=("$@") COMP_CWORD=$(($#-1)); _northchat; echo "${COMPREPLY[@]}"'
+    program = completion.script("bash", cli.parser())
+    program += 'COMP_WORDS=("$@") COMP_CWORD=$(($#-1)); _northchat; echo "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", program, "bash", *words], capture_output=True, text=True, timeout=30)
     assert done.stderr == ""
     return set(done.stdout.split())
