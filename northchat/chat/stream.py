@@ -67,6 +67,15 @@ class Parser(Protocol):
     def finish(self) -> list[Event]:
         """The end of the ids: what was held back."""
 
+    def reopen(self) -> Sequence[int]:
+        """Ids after which an answer that ended before it said anything goes on, once; none where that isn't so.
+
+        They are fed to the parser, and to the model, as if they had been generated.
+        """
+
+    def close_thinking(self) -> Sequence[int]:
+        """Likewise ids that end thinking and begin the answer; none where it isn't thinking."""
+
 
 class ChatFormat(Protocol):
     name: str
@@ -156,6 +165,12 @@ class PlainParser:
 
     def finish(self) -> list[Event]:
         return self._events(self._stops.feed(self._decoder.finish()) + self._stops.finish())
+
+    def reopen(self) -> Sequence[int]:
+        return ()
+
+    def close_thinking(self) -> Sequence[int]:
+        return ()
 
     def _events(self, text: str) -> list[Event]:
         self.done = self._stops.matched is not None

@@ -64,6 +64,12 @@ class TagParser:
             self._text(self._stops.finish(), events)
         return events
 
+    def reopen(self) -> Sequence[int]:
+        return ()
+
+    def close_thinking(self) -> Sequence[int]:
+        return ()
+
     def _scan(self, text: str, events: list[Event]) -> None:
         self._held += text
         while not self.done:

@@ -37,18 +37,29 @@ class _Choice:
     """One of the n answers to a prompt."""
 
     def __init__(
-        self, index: int, parser: Parser, prompt: int, limit: int, named: bool = False, history: History | None = None
+        self,
+        index: int,
+        parser: Parser,
+        prompt: int,
+        limit: int,
+        max_tokens: int,
+        named: bool = False,
+        history: History | None = None,
     ) -> None:
         self.index = index
         self.rid: int | None = None
         self.usage = Usage(prompt)
         self.finished = False
+        self.ids: list[int] = []
+        """What was generated or forced, without the id that ended it."""
+        self.forced = False
+        """The last piece put ids in the model's mouth: generation must go on after them."""
         self._parser = parser
-        self._limit = limit
+        self._max_tokens = max_tokens
+        self._most_thinking = _most_thinking(max_tokens)
         self._named = named
         self._history = history
         self._answer = Accumulator()
-        self._ids: list[int] = []
         self._stats = Stats(context_used=prompt, context_limit=limit, prefill_total=prompt)
 
     def take(self, output: protocol.Output, since_submit: float, stop_ids: Sequence[int]) -> Piece:
@@ -64,7 +75,7 @@ class _Choice:
         for at, token in enumerate(ids):
             before = self._parser.channel
             piece.events += self._parser.feed((token,))
-            self._ids.append(token)
+            self.ids.append(token)
             if "reasoning" in (before, self._parser.channel):
                 self.usage.reasoning_tokens += 1
             if self._parser.channel == "text" and at < len(output.logprobs):
@@ -72,7 +83,10 @@ class _Choice:
             if self._parser.done:
                 break
         reason: FinishReason | None = output.finish
-        if self._parser.done:
+        self.forced = self._force(reason, piece)
+        if self.forced:
+            reason = None
+        elif self._parser.done:
             reason = "stop"
         elif reason is not None:
             piece.events += self._parser.finish()
@@ -89,12 +103,30 @@ class _Choice:
         piece.stats = self._stats
         return piece
 
+    def _force(self, reason: FinishReason | None, piece: Piece) -> bool:
+        """Ends a thinking that leaves no room for an answer, and opens an answer that ended before it began."""
+        if self._parser.done:
+            return False
+        if reason == "stop":
+            ids = self._parser.reopen()
+        elif reason is None and self.usage.reasoning_tokens >= self._most_thinking:
+            ids = self._parser.close_thinking()
+        else:
+            return False
+        if not ids or self.usage.completion_tokens + len(ids) >= self._max_tokens:
+            return False
+        piece.events += self._parser.feed(ids)
+        self.ids += ids
+        self.usage.completion_tokens += len(ids)
+        return True
+
     def _measure(self, output: protocol.Output, since_submit: float) -> None:
         stats = self._stats
-        if output.cached is not None:
+        # After forced ids the core counts what was generated before them to the prompt.
+        if output.cached is not None and stats.cached_tokens is None:
             stats.cached_tokens = self.usage.cached_tokens = output.cached
         if output.computed:
-            stats.prefill_done = output.computed
+            stats.prefill_done = min(output.computed, self.usage.prompt_tokens)
         if output.ids:
             self.usage.completion_tokens += len(output.ids)
             if stats.ttft_s is None:
@@ -107,7 +139,7 @@ class _Choice:
     def close(self) -> None:
         """Keeps the ids for the next turn, also of a broken-off answer, unless the client saw less than them."""
         if self._history is not None and not self._parser.done:
-            self._history.remember(self._answer.message, self._ids)
+            self._history.remember(self._answer.message, self.ids)
 
 
 class Generation:
@@ -144,8 +176,8 @@ class Generation:
             self._mailbox,
             protocol.Submit(
                 0,
-                request.prompt,
-                request.max_tokens,
+                request.prompt + choice.ids,
+                request.max_tokens - choice.usage.completion_tokens,
                 sampling,
                 request.stop_ids,
                 request.min_tokens,
@@ -162,12 +194,16 @@ class Generation:
             if not outputs:
                 yield Piece(0)
             for output in outputs:
-                choice = self._by_rid[output.rid]
-                if choice.finished:
+                choice = self._by_rid.get(output.rid)
+                if choice is None or choice.finished:
                     continue
                 piece = choice.take(output, time.monotonic() - self._submitted, self._stop_ids)
                 if piece.finished and output.finish is None:
                     self._supervisor.abort(output.rid)
+                if choice.forced:
+                    self._supervisor.abort(output.rid)
+                    del self._by_rid[output.rid]
+                    self._submit(choice)
                 yield piece
                 # The other answers wait for the first one's first token: then its prompt is in the prefix cache.
                 if waiting and (output.ids or output.finish):
@@ -209,12 +245,13 @@ class Turns:
             raise context_overflow(limit, len(prompt), "messages")
         stop_ids = list(self.chat.stop_ids)
         named = turn.tool_choice not in ("auto", "none", "required")
+        max_tokens = _clamp(turn.max_tokens, limit - len(prompt))
         choices = [
-            _Choice(index, self.chat.parser(turn, prompt), len(prompt), limit, named, self._history)
+            _Choice(index, self.chat.parser(turn, prompt), len(prompt), limit, max_tokens, named, self._history)
             for index in range(n)
         ]
         sampling = self._resolve(turn.sampling, turn.logprobs)
-        request = protocol.Submit(0, prompt, _clamp(turn.max_tokens, limit - len(prompt)), sampling, stop_ids)
+        request = protocol.Submit(0, prompt, max_tokens, sampling, stop_ids)
         return Generation(self._supervisor, request, choices, stop_ids)
 
     async def complete(
@@ -238,11 +275,12 @@ class Turns:
             raise bad_request(f"The prompt has a token id outside the vocabulary of {vocab}.", "prompt")
         if len(ids) >= limit:
             raise context_overflow(limit, len(ids), "prompt")
-        choices = [_Choice(index, PlainParser(self.tokenizer, stop), len(ids), limit) for index in range(n)]
+        most = _clamp(max_tokens, limit - len(ids))
+        choices = [_Choice(index, PlainParser(self.tokenizer, stop), len(ids), limit, most) for index in range(n)]
         request = protocol.Submit(
             0,
             ids,
-            _clamp(max_tokens, limit - len(ids)),
+            most,
             self._resolve(sampling, logprobs),
             list(self._eos),
             prompt_logprobs=prompt_logprobs,
@@ -306,3 +344,9 @@ class Turns:
 def _clamp(asked: int | None, room: int) -> int:
     # Agents ask for 32,000 tokens whatever the context; to refuse that would help nobody.
     return room if asked is None else min(asked, room)
+
+
+def _most_thinking(max_tokens: int) -> int:
+    """Tokens after which thinking is closed, so that an answer fits behind it."""
+    reserve = max(64, min(512, max_tokens // 4))
+    return max(max_tokens - reserve, max_tokens // 4)
