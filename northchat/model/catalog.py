@@ -22,6 +22,8 @@ from northchat.model.weights import ModelError
 DEFAULT = "smollm2-135m"
 _SMOLLM2_SAMPLING = Sampling(temperature=0.2, top_p=0.9)
 _PLAIN_SAMPLING = Sampling(temperature=1.0)
+_REVISION_KEY, _REVISION = "northchat_revision", 1
+"""Of the files made from a GGUF header; count up when they come out otherwise, and they are made anew."""
 
 
 @dataclass(frozen=True)
@@ -211,18 +213,24 @@ def _gguf_files(model: Model) -> ModelFiles:
         info = model.path.stat()
         key = f"{model.path}\0{info.st_size}\0{info.st_mtime_ns}"
         folder = paths.cache_dir() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    tokenizer = folder / "tokenizer.json"
+    tokenizer, config = folder / "tokenizer.json", folder / "config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not tokenizer.exists():
+        if not tokenizer.exists() or _revision(config) != _REVISION:
             write_atomically(tokenizer, tokenizer_json(file.header, model.path))
-        if not (folder / "config.json").exists():
-            write_atomically(folder / "config.json", file.config)
+            write_atomically(config, file.config | {_REVISION_KEY: _REVISION})
     except OSError as error:
         raise ModelError(
             f"can't write {error.filename or folder}: {error.strerror}; free space or permissions"
         ) from error
     return ModelFiles(model.path, tokenizer, file.config, file.chat_template)
+
+
+def _revision(config: Path) -> object:
+    try:
+        return read_json(config).get(_REVISION_KEY)
+    except ModelError:
+        return None
 
 
 def write_atomically(path: Path, document: dict[str, Any]) -> None:

@@ -70,6 +70,18 @@ def test_a_known_model_is_fetched_once_with_its_files_beside_it(home: Path, monk
     assert files.tokenizer_json.stat().st_mtime_ns == made
 
 
+def test_files_made_by_another_version_or_damaged_are_made_anew(home: Path) -> None:
+    model = catalog.resolve(str(gguf(home / "m.gguf")))
+    files = model.fetch(ignore)
+    right = files.tokenizer_json.read_bytes()
+    config = files.tokenizer_json.parent / "config.json"
+    for damage in (json.dumps(json.loads(config.read_text()) | {"northchat_revision": 0}), "{"):
+        config.write_text(damage)
+        files.tokenizer_json.write_text("old")
+        assert model.fetch(ignore) == files
+        assert files.tokenizer_json.read_bytes() == right
+
+
 def test_a_gguf_file_keeps_its_folder_clean(home: Path) -> None:
     path = gguf(home / "models of mine" / "My-Model.Q4_1.gguf")
     before = hashlib.sha256(path.read_bytes()).digest()
