@@ -60,13 +60,13 @@ def parts(state: State) -> list[Part]:
         Part(f"{_mark(state)} {state.phase}", ROLES.get(state.phase, "primary"), 9),
         Part(state.detail, "foreground", 8),
         Part(wording.speed(stats), "foreground", 7),
-        Part(first, "muted", 2),
+        Part(first, "muted", 3),
         Part(cached, "muted", 1, right=True),
         Part(wording.context(stats), "muted", 4, right=True),
         Part("demo, chat only" if state.demo else "", "warning", 5, right=True),
         Part(state.model, "foreground", 6, right=True),
         Part(f"at {state.remote}" if state.remote else "", "warning", 9, right=True),
-        Part(state.device, "muted", 3, right=True),
+        Part(state.device, "muted", 2, right=True),
     ]
     return [part._replace(text=clean(part.text)) for part in found if part.text]
 
