@@ -67,7 +67,10 @@ def test_only_one_call_when_calls_may_not_be_parallel(tokenizer: Tokenizer) -> N
     assert parser.done
 
 
-@pytest.mark.parametrize("body", ["no JSON", '{"arguments": {}}', '{"name": 3}', "[" * 100_000, '{"name": "f", "argu'])
+@pytest.mark.parametrize(
+    "body",
+    ["no JSON", '{"arguments": {}}', '{"name": 3}', pytest.param("[" * 100_000, id="deep"), '{"name": "f", "argu'],
+)
 def test_what_is_no_call_is_given_back_as_text(tokenizer: Tokenizer, body: str) -> None:
     message, parser = parse(tokenizer, ids_of(tokenizer, f"so: <tool_call>{body}</tool_call> done"))
     assert message.content == f"so: <tool_call>{body}</tool_call> done"

@@ -4,7 +4,7 @@ import json
 
 import httpx2
 import pytest
-from conftest import Script, Served, leftovers, until
+from conftest import HOST, Script, Served, leftovers, until
 from openai import AuthenticationError, OpenAI
 
 from northchat.host.guard import is_loopback
@@ -90,8 +90,6 @@ def run_served(script: Script, address: str, key: str = "") -> tuple[int, str]:
     import os
     import subprocess
     import sys
-
-    from conftest import HOST
 
     done = subprocess.run(
         [sys.executable, str(HOST), "--model", str(script.path), "--serve", address],

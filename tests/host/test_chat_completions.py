@@ -262,8 +262,8 @@ def test_tools_are_no_error_when_none_is_to_be_called(served: Served) -> None:
         ("null", 400),
         ("{}", 400),
         (b"\xff\xfe", 400),
-        ('{"messages": ' + "[" * 100_000, 400),
-        ('{"messages": [{"role": "user", "content": "' + "x" * (33 << 20) + '"}]}', 413),
+        pytest.param('{"messages": ' + "[" * 100_000, 400, id="deep"),
+        pytest.param('{"messages": [{"role": "user", "content": "' + "x" * (33 << 20) + '"}]}', 413, id="huge"),
     ],
 )
 def test_bodies_that_are_no_requests(served: Served, body: str | bytes, status: int) -> None:
