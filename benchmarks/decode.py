@@ -210,7 +210,7 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     """ns per layer and SM of one step: arrival, H1 passed, normed, end of each task; cycles that the first consumer warp waited for the ring."""
     d, ticks = (
         bench.dims,
-        torch.zeros(kernel.schedule.num_sms, bench.dims.layers + 1, 16, dtype=torch.int64, device="cuda"),
+        torch.zeros(kernel.schedule.num_sms, bench.dims.layers + 1, 24, dtype=torch.int64, device="cuda"),
     )
     for i in range(8):
         kernel.launch(5 if i == 0 else None, context + i, *bench.tables, ticks=ticks)
@@ -222,7 +222,8 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     for i, name in enumerate(names):
         events[name] = layers[..., 3 + i] - layers[..., 2 + i]
     events["end of layer"] = t[:, 2 : d.layers, 0] - layers[:, :-1, 8]
-    report = {k: [round(float(v.mean()) / 1e3, 3), round(float(v.amax(0).mean()) / 1e3, 3)] for k, v in events.items()}
+    events = {k: torch.where(v.abs() < 1e9, v, torch.nan) for k, v in events.items()}  # not every SM has every task
+    report = {k: [round(float(v.nanmean()) / 1e3, 3), round(float(v.nan_to_num(0).amax(0).mean()) / 1e3, 3)] for k, v in events.items()}
     for i, name in enumerate(names[:5]):
         report[f"ring wait in {name} (cycles)"] = [
             round(float(layers[..., 9 + i].mean())),
@@ -236,6 +237,11 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
         round(float(layers[..., 15].mean()) / 1e3, 3),
         round(float(layers[..., 15].amax(0).mean()) / 1e3, 3),
     ]
+    passed = layers[..., 1].amin(0)
+    for event, name in ((16, "logits seen"), (17, "routed"), (18, "routing taken by the producer"), (19, "QKV handed on"), (20, "query here"),
+                        (21, "attention done"), (22, "attention handed on"), (23, "all attention seen")):  # fmt: skip
+        since = (layers[..., event] - passed) / 1e3
+        report[f"{name}, after the first SM passed H1"] = [round(float(since.mean()), 2), round(float(since.amax(0).mean()), 2)]
     arrive = layers[..., 0]
     report["arrival spread last-first, last-median"] = [
         round(float((arrive.amax(0) - arrive.amin(0)).mean()) / 1e3, 3),
@@ -289,7 +295,7 @@ def main() -> None:
         "--config",
         action="append",
         default=[],
-        help="name=number,...: in_flight, before_attention, last_experts, num_sms",
+        help="name=number,...: in_flight, early_pages, before_attention, last_experts, num_sms",
     )
     parser.add_argument("--commit", default="")
     parser.add_argument("--out")

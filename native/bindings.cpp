@@ -55,6 +55,7 @@ void step(const std::string& model, const py::dict& pointers, const py::dict& nu
   a.token = (int)number("token", -1, (1 << 30));
   a.position = (int)number("position", 0, (1 << 30));
   a.in_flight = (int)number("in_flight", 1, SLOTS);
+  a.early_pages = (int)number("early_pages", 0, SLOTS - 2);
   a.num_sms = (int)number("num_sms", 1, 254);
   a.stall_sm = (int)number("stall_sm", -1, 1024);
   a.inverse_temperature = inverse_temperature;

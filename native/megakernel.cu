@@ -26,7 +26,7 @@ struct alignas(16) Task {
 };
 
 template <class D> struct Shared {
-  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended;
+  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended, routed;
   // The normed hidden vector in the order in which a warp's tensor-core steps take it: 16 lanes x 8 bytes a step, padded.
   uint32_t x[WARPS * Layout<D>::STEPS * 36];
   alignas(16) float rows[2][GROUP * WARPS * UNIT];  // parts of finished rows by unit, warp, row; handed to the helper
@@ -36,10 +36,13 @@ template <class D> struct Shared {
   float channels[MAX_OPROJ_UNITS * UNIT]; // attention's output channels that this SM projects
   float weights[2][MAX_SPLITS];           // of the splits in the attention of up to two heads
   float raw[MAX_QKV_CHANNELS];            // residual at the channels of this SM's router pieces
-  float maxima[WARPS * GROUP], totals[WARPS * GROUP], squares[WARPS], router_logits[8];
+  float maxima[WARPS * GROUP], totals[WARPS * GROUP], squares[WARPS];
+  float logits[D::EXPERTS];               // of the router, before the norm's scale
+  int experts[8];                         // the best, by rank
   uint32_t rope[HEAD_DIM / 2];            // cosine and sine at this position
   Task tasks[KINDS * MAX_TASKS];
   float scale;                            // 1 / root mean square of the residual
+  uint8_t order[32];                      // slots in the order of consumption, the producer's own notes
   int meeting;                            // slot where the warps' parts of the attention meet
   int gone;                               // set when a wait ran out: nothing waits any more, the step runs to its end
 };
@@ -56,6 +59,9 @@ struct Block {
   int* gone;
   int sm, layer;
 
+  __device__ __forceinline__ void tick(int layers, int event, long long value) const {
+    if (A.ticks) A.ticks[((size_t)sm * (layers + 1) + layer) * 24 + event] = value;
+  }
   // Every wait of the kernel. One that runs out, here or in any other block, ends all later ones at once.
   template <class F> __device__ __forceinline__ void wait(F ready, int phase) const {
     if (ready()) return;
@@ -122,18 +128,42 @@ template <class D> __device__ __forceinline__ char* part_of(Shared<D>& s, char* 
                : (char*)s.rows + head * (HEAD_DIM * 4);
 }
 
+// Which pages are loaded ahead of the experts before the attention: as many as leave the other slots to the experts.
+template <class D> struct Ahead {
+  const Task* attention = nullptr;
+  int pages = 0, experts = 0;  // chunks loaded early, chunks consumed before them
+  __device__ __forceinline__ Ahead(const StepArgs& A, const Shared<D>& s, int layer) {
+    const Task* t = program<D>(s, layer);
+    if (t->op != QKV) return;
+    for (t++; t->op == EXPERTS_OP; t++) experts += 3 * t->count;
+    if (t->op != ATTENTION || experts > 9) return;
+    attention = t;
+    pages = min(A.early_pages, Share<D>(A, layer, t->count).mine);
+  }
+};
+
 // ---- producer ----------------------------------------------------------------------------------------------------------
 template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32, splits = A.num_sms / D::KV_HEADS;
   Block b{A, &s.gone, (int)blockIdx.x, 0};
-  unsigned it = 0;
-  const unsigned cap = A.in_flight;
-  auto issue = [&](const char* from, int bytes) {
+  // Loads and consumption follow different orders: pages of the KV cache are loaded before the experts that are consumed first, as
+  // experts are known late. Load k takes the slot that the (k - SLOTS)-th consumed chunk leaves.
+  unsigned it = 0, base = 0, used = 0, phases = 0;  // loads so far; the layer's first consumption; per slot: ever used, parity of its last use
+  unsigned long long recent = 0;                    // slots of the last loads, a nibble each
+  if (lane < SLOTS) s.order[(lane - SLOTS) & 31] = lane;
+  __syncwarp();
+  auto issue = [&](const char* from, int bytes, unsigned consumed) {
     if (lane == 0) {
-      const unsigned slot = it % SLOTS, round = it / SLOTS;
-      if (round) b.wait_bar(&s.empty[slot], round - 1, PH_SLOT);
-      if (it >= cap) b.wait_bar(&s.full[(it - cap) % SLOTS], (it - cap) / SLOTS, PH_WEIGHTS);
+      const unsigned slot = s.order[(it - SLOTS) & 31], bit = 1u << slot;
+      s.order[consumed & 31] = slot;
+      if (used & bit) b.wait_bar(&s.empty[slot], phases >> slot, PH_SLOT), phases ^= bit;
+      used |= bit;
+      if (it >= A.in_flight) {
+        const unsigned last = recent >> 4 * (A.in_flight - 1) & 15;
+        if (last != slot) b.wait_bar(&s.full[last], phases >> last, PH_WEIGHTS);
+      }
+      recent = recent << 4 | slot;
       if (!*(volatile int*)&s.gone) {
         ptx::expect(&s.full[slot], bytes);
         ptx::copy(ring + (size_t)slot * L::SLOT, from, bytes, &s.full[slot]);
@@ -149,93 +179,123 @@ template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char
       if (lane < f.mine) pages_full = A.table_full[f.first + s.tasks[t].count + lane * splits];
       if (lane < w.mine) pages_sliding = A.table_sliding[w.first + s.tasks[t].count + lane * splits];
     }
+  LayerPointers following = A.layers[0];
   for (int layer = 0; layer <= D::LAYERS; layer++) {
     b.layer = layer;
-    const LayerPointers w = A.layers[layer];
-    bool routed = layer == 0;
-    int expert = 0;  // lane r: the expert of rank r
+    const LayerPointers w = following;
+    if (layer < D::LAYERS) following = A.layers[layer + 1];
+    bool routed = false;
+    const Ahead<D> ahead(A, s, layer);
+    auto pages = [&](const Task* t, int from, int to, unsigned consumed) {
+      const Share<D> share(A, layer, t->count);
+      const bool full = L::full(layer);
+      for (int k = from; k < to; k++) {
+        int page = __shfl_sync(~0u, full ? pages_full : pages_sliding, k % 32);
+        if (k >= 32) page = (full ? A.table_full : A.table_sliding)[share.first + t->count + k * splits];
+        const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS;
+        issue((full ? A.kv_full : A.kv_sliding) + (tile + t->first) * L::PAGE_TILE, L::PAGE_TILE, consumed + k);
+      }
+    };
+    unsigned next = base;  // position in the order of consumption
     for (const Task* t = program<D>(s, layer); t->op != END; t++) {
       if (t->op == QKV) {
         for (int u = t->first; u < t->first + t->count; u++) {
           const int before = L::pieces_before(u);
           issue(w.qkv + (size_t)u * L::ROW_CHUNK + (size_t)before * L::ROUTER_PIECE,
-                L::ROW_CHUNK + (L::pieces_before(u + 1) - before) * L::ROUTER_PIECE);
+                L::ROW_CHUNK + (L::pieces_before(u + 1) - before) * L::ROUTER_PIECE, next++);
         }
+        if (ahead.pages) pages(ahead.attention, 0, ahead.pages, next + ahead.experts);
       } else if (t->op == EXPERTS_OP) {
-        if (!routed) {
+        if (layer && !routed) {
           routed = true;
-          const unsigned n = A.epoch * D::LAYERS + layer;
-          if (lane == 0) b.wait_hint(n);
-          __syncwarp();
-          const unsigned long long* from = sums_of<D>(A, n - 1) + D::HIDDEN + lane;
-          const unsigned long long count = count_of(A, n - 1);
-          float raw[D::EXPERTS / 32];
-          unsigned key[D::EXPERTS / 32];
-          b.wait([&] {
-            bool all = true;
-            unsigned long long v[D::EXPERTS / 32];
-#pragma unroll
-            for (int i = 0; i < D::EXPERTS / 32; i++) v[i] = ptx::load(from + 32 * i) - count;
-#pragma unroll
-            for (int i = 0; i < D::EXPERTS / 32; i++) all &= (v[i] & 0xff) == 0, raw[i] = number(v[i]);
-            return all;
-          }, PH_H1);
-          __syncwarp();
-#pragma unroll
-          for (int i = 0; i < D::EXPERTS / 32; i++) {  // integers in the order of the floats
-            const unsigned u = __float_as_uint(raw[i]);
-            key[i] = u ^ ((int)u < 0 ? 0xffffffffu : 0x80000000u);
-          }
-          for (int r = 0; r < D::TOP_K; r++) {
-            unsigned best = 0, index = D::EXPERTS - 1;
-#pragma unroll
-            for (int i = 0; i < D::EXPERTS / 32; i++) best = max(best, key[i]);
-            best = __reduce_max_sync(~0u, best);
-#pragma unroll
-            for (int i = D::EXPERTS / 32 - 1; i >= 0; i--)
-              if (key[i] == best) index = lane + 32 * i;
-            index = __reduce_min_sync(~0u, index);
-            if (A.forced) index = A.forced[layer * D::TOP_K + r] & (D::EXPERTS - 1);
-            float logit = 0;
-#pragma unroll
-            for (int i = 0; i < D::EXPERTS / 32; i++) {
-              if (index == lane + 32 * i) { key[i] = 0; logit = raw[i]; }
-            }
-            logit = __shfl_sync(~0u, logit, index % 32);
-            if (lane == 0) s.router_logits[r] = logit;
-            if (lane == r) expert = index;
-          }
-          if (t->first == 0 && lane < D::TOP_K) A.routing[layer * D::TOP_K + lane] = expert;
-          __syncwarp();
+          b.wait_bar(&s.routed, layer - 1, PH_ACTIVATIONS);
+          if (lane == 0) b.tick(D::LAYERS, 18, ptx::now());
         }
         for (int u = t->first; u < t->first + t->count; u++) {
           const int rank = layer ? u / L::EXPERT_UNITS : 0;
-          const size_t unit = layer ? (size_t)__shfl_sync(~0u, expert, rank) * L::EXPERT_UNITS + u % L::EXPERT_UNITS : u;
+          const size_t unit = layer ? (size_t)s.experts[rank] * L::EXPERT_UNITS + u % L::EXPERT_UNITS : u;
           const char* from = w.experts + unit * L::EXPERT_UNIT;
-          issue(from, L::ROW_CHUNK);
-          issue(from + L::ROW_CHUNK, L::ROW_CHUNK);
-          issue(from + 2 * L::ROW_CHUNK, L::COLUMN_CHUNK);
+          issue(from, L::ROW_CHUNK, next++);
+          issue(from + L::ROW_CHUNK, L::ROW_CHUNK, next++);
+          issue(from + 2 * L::ROW_CHUNK, L::COLUMN_CHUNK, next++);
         }
       } else if (t->op == ATTENTION) {
-        const Share<D> share(A, layer, t->count);
-        const bool full = L::full(layer);
-        for (int k = 0; k < share.mine; k++) {
-          int page = __shfl_sync(~0u, full ? pages_full : pages_sliding, k % 32);
-          if (k >= 32) page = (full ? A.table_full : A.table_sliding)[share.first + t->count + k * splits];
-          const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS;
-          issue((full ? A.kv_full : A.kv_sliding) + (tile + t->first) * L::PAGE_TILE, L::PAGE_TILE);
-        }
+        const int mine = Share<D>(A, layer, t->count).mine;
+        pages(t, ahead.pages, mine, next);
+        next += mine;
       } else if (t->op == OPROJ) {
-        for (int u = t->first; u < t->first + t->count; u++) issue(w.oproj + (size_t)u * L::COLUMN_CHUNK, L::COLUMN_CHUNK);
+        for (int u = t->first; u < t->first + t->count; u++) issue(w.oproj + (size_t)u * L::COLUMN_CHUNK, L::COLUMN_CHUNK, next++);
       } else {
-        for (int u = t->first; u < t->first + t->count; u++) issue(w.qkv + (size_t)u * L::ROW_CHUNK, L::ROW_CHUNK);
+        for (int u = t->first; u < t->first + t->count; u++) issue(w.qkv + (size_t)u * L::ROW_CHUNK, L::ROW_CHUNK, next++);
       }
     }
+    base = next;
   }
   if (lane == 0 && *(volatile int*)&s.gone) {  // nothing may land after the block has left
     const long long start = ptx::now();
-    for (unsigned i = it > SLOTS ? it - SLOTS : 0; i < it; i++)
-      while (!ptx::passed(&s.full[i % SLOTS], (i / SLOTS) & 1) && ptx::now() - start < 1000000) {}
+    for (int i = 0; i < SLOTS; i++)
+      while (used >> i & 1 && !ptx::passed(&s.full[i], phases >> i & 1) && ptx::now() - start < 1000000) {}
+  }
+}
+
+// ---- router ------------------------------------------------------------------------------------------------------------
+template <class D> __device__ void route(const StepArgs& A, Shared<D>& s) {
+  using L = Layout<D>;
+  constexpr int N = D::EXPERTS / 32;
+  const int lane = threadIdx.x % 32;
+  Block b{A, &s.gone, (int)blockIdx.x, 0};
+  for (int layer = 0; layer < D::LAYERS; layer++) {
+    b.layer = layer;
+    const unsigned n = A.epoch * D::LAYERS + layer;
+    if (layer) {
+      const unsigned long long* from = sums_of<D>(A, n - 1) + D::HIDDEN + lane;
+      const unsigned long long count = count_of(A, n - 1);
+      float logit[N];
+      unsigned key[N];
+      b.wait([&] {
+        bool all = true;
+        unsigned long long v[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = ptx::load(from + 32 * i) - count;
+#pragma unroll
+        for (int i = 0; i < N; i++) all &= (v[i] & 0xff) == 0, logit[i] = number(v[i]);
+        return all;
+      }, PH_H1);
+      __syncwarp();
+      if (lane == 0) b.tick(D::LAYERS, 16, ptx::now());
+#pragma unroll
+      for (int i = 0; i < N; i++) {  // integers in the order of the floats; the low bits prefer the lower index where 16 bits of mantissa tie
+        const unsigned u = __float_as_uint(logit[i]);
+        key[i] = (u ^ ((int)u < 0 ? 0xffffffffu : 0x80000000u)) & ~127u | (127 - (lane + 32 * i));
+        s.logits[lane + 32 * i] = logit[i];
+      }
+      int expert = 0;
+#pragma unroll
+      for (int r = 0; r < D::TOP_K; r++) {
+        unsigned best = key[0];
+#pragma unroll
+        for (int i = 1; i < N; i++) best = max(best, key[i]);
+        best = __reduce_max_sync(~0u, best);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (key[i] == best) key[i] = 0;
+        if (lane == r) expert = 127 - (best & 127);
+      }
+      if (lane < D::TOP_K) {
+        if (A.forced) expert = A.forced[layer * D::TOP_K + lane];
+        s.experts[lane] = expert & (D::EXPERTS - 1);
+        if (b.sm == 0) A.routing[layer * D::TOP_K + lane] = expert;
+      }
+      __syncwarp();
+      if (lane == 0) ptx::arrive(&s.routed), b.tick(D::LAYERS, 17, ptx::now());
+    }
+    if (n >= 2) {  // everybody has read the buffer of two layers ago
+      unsigned long long* idle = sums_of<D>(A, n + 1);
+      for (int i = b.sm * 32 + lane; i < L::SUMS; i += A.num_sms * 32) {
+        const unsigned long long v = ptx::load(idle + i);
+        ptx::add(idle + i, (v + 1 & 0xff) - v);  // the count moves on, the rest becomes zero
+      }
+    }
   }
 }
 
@@ -306,7 +366,7 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
             if (live && lane % UNIT == 0) ptx::release_add(b.counter(C_QKV + head), 1);
           }
           __syncwarp();
-          if (lane == 0) ptx::arrive(&s.rows_empty[buffer]);
+          if (lane == 0) ptx::arrive(&s.rows_empty[buffer]), b.tick(D::LAYERS, 19, ptx::now());
         }
       } else if (t->op == ATTENTION) {
         const Share<D> share(A, layer, t->count);
@@ -333,9 +393,10 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         for (int i = 0; i < 2; i++)
           ((uint2*)s.newest[i])[lane] = make_uint2(ptx::pack(kv[i].x, kv[i].y), ptx::pack(kv[i].z, kv[i].w));
         __syncwarp();
-        if (lane == 0) ptx::arrive(&s.q_full);
+        if (lane == 0) ptx::arrive(&s.q_full), b.tick(D::LAYERS, 20, ptx::now());
         // The consumer warps' softmaxes become one.
         b.wait_bar(&s.attended, queries++, PH_RESULTS);
+        if (lane == 0) b.tick(D::LAYERS, 21, ptx::now());
         const int warps = share.mine ? WARPS : 1, head = lane % GROUP;
         float top = -INFINITY, total = 0;
         for (int w = 0; w < warps; w++) top = fmaxf(top, s.maxima[w * GROUP + head]);
@@ -359,11 +420,12 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         if (lane < GROUP) __stcg((float2*)A.softmax + at + lane, make_float2(top, total));
         __syncwarp();
         if (share.mine && lane < WARPS) ptx::arrive(&s.empty[s.meeting]);
-        if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1);
+        if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1), b.tick(D::LAYERS, 22, ptx::now());
       } else if (t->op == OPROJ) {
         const int first = t->first * UNIT / HEAD_DIM / GROUP, last = ((t->first + t->count) * UNIT - 1) / HEAD_DIM / GROUP;
         if (lane == 0)
           for (int g = first; g <= last; g++) b.wait_count(C_ATTENTION + g, (n + 1) * (A.num_sms / D::KV_HEADS), PH_H3A);
+        if (lane == 0) b.tick(D::LAYERS, 23, ptx::now());
         __syncwarp();
         // 32 channels at a time: 8 lanes a split, 4 splits at once, and all loads on their way before the first is needed.
         const int active = Share<D>(A, layer, 0).active, end = t->count * UNIT;
@@ -455,10 +517,12 @@ template <class D> struct Consumer {
   char* ring;
   Block b;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column in a tensor-core fragment
-  unsigned slot = 0, round = 0, groups = 0, gated = 0, queries = 0, outputs = 0;
+  unsigned slot = 0, phases = 0, groups = 0, gated = 0, queries = 0, outputs = 0;
   float h[L::ROWS], acc[L::ROWS], router = 0, scale = 1, before = 0;
   // h: residual; acc, router: the layer's partial sums; before: unit of the last layer's sums
   uint32_t xb[2 * L::STEPS];
+  uint16_t norm[L::ROWS];  // weights of the norm ahead
+  unsigned long long history = 0x012345;  // slots of the last chunks, a nibble each, the latest lowest
   unsigned waited = 0;  // cycles, for the timeline
 
   __device__ __forceinline__ Consumer(const StepArgs& A, Shared<D>& s, char* ring)
@@ -467,11 +531,13 @@ template <class D> struct Consumer {
   __device__ __forceinline__ void sync() const { ptx::sync<1, CONSUMERS>(); }
   __device__ __forceinline__ bool timing() const { return A.ticks && tid == 0; }
   __device__ __forceinline__ void tick(int event, long long value) const {
-    A.ticks[((size_t)b.sm * (D::LAYERS + 1) + b.layer) * 16 + event] = value;
+    b.tick(D::LAYERS, event, value);
   }
-  __device__ __forceinline__ const char* take() {
+  // The next chunk in the order of consumption lies in the slot of the one consumed `back` chunks before.
+  __device__ __forceinline__ const char* take(int back) {
     const unsigned start = ptx::clock();
-    b.wait_bar(&s.full[slot], round, PH_WEIGHTS);
+    slot = history >> 4 * (back - 1) & 15;
+    b.wait_bar(&s.full[slot], phases >> slot, PH_WEIGHTS);
     waited += ptx::clock() - start;
     return ring + slot * L::SLOT;
   }
@@ -481,7 +547,8 @@ template <class D> struct Consumer {
     advance();
   }
   __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) slot = 0, round++;
+    phases ^= 1u << slot;
+    history = history << 4 | slot;
   }
   __device__ __forceinline__ int row(int i) const { return i * CONSUMERS + tid; }
 
@@ -493,12 +560,15 @@ template <class D> struct Consumer {
     }
   }
 
-  // Adds up the residual, norms it and spreads it over the fragments.
-  __device__ __forceinline__ void begin_layer(const LayerPointers& w) {
-    const unsigned n = A.epoch * D::LAYERS + b.layer;
-    uint16_t norm[L::ROWS];
+  __device__ __forceinline__ void load_norm(int layer) {
+    const uint16_t* from = (const uint16_t*)__ldg((const unsigned long long*)&A.layers[layer].norm);
 #pragma unroll
-    for (int i = 0; i < L::ROWS; i++) norm[i] = __ldg((const uint16_t*)w.norm + row(i));
+    for (int i = 0; i < L::ROWS; i++) norm[i] = __ldg(from + row(i));
+  }
+
+  // Adds up the residual, norms it and spreads it over the fragments.
+  __device__ __forceinline__ void begin_layer() {
+    const unsigned n = A.epoch * D::LAYERS + b.layer;
     if (timing()) tick(0, ptx::now());
     if (b.layer == 0) {
       const int token = A.token >= 0 ? A.token : A.out[0];
@@ -530,13 +600,6 @@ template <class D> struct Consumer {
       for (int i = 0; i < L::ROWS; i++) h[i] = fmaf(number(v[i]), unit, h[i]);
       before = unit;
     }
-    if (n >= 2 && b.layer < D::LAYERS) {  // everybody has read the buffer of two layers ago
-      unsigned long long* idle = sums_of<D>(A, n + 1);
-      for (int i = b.sm * CONSUMERS + tid; i < L::SUMS; i += A.num_sms * CONSUMERS) {
-        const unsigned long long v = ptx::load(idle + i);
-        ptx::add(idle + i, (v + 1 & 0xff) - v);  // the count moves on, the rest becomes zero
-      }
-    }
     if (A.hidden && b.sm == 0)
 #pragma unroll
       for (int i = 0; i < L::ROWS; i++) A.hidden[(size_t)b.layer * D::HIDDEN + row(i)] = h[i];
@@ -554,6 +617,7 @@ template <class D> struct Consumer {
       const uint32_t rounded = ptx::pack(x, y);
       s.x[kk / 16 * 36 + (half + (lane & 1) * 2) * 8 + kk % 8 / 2 * 2 + kk % 16 / 8] = lane & 1 ? ptx::rest(x, y, rounded) : rounded;
     }
+    load_norm(min(b.layer + 1, D::LAYERS));
     const Task* qkv = program<D>(s, b.layer);
     if (qkv->op == QKV) {
       const int from = L::pieces_before(qkv->first) * UNIT, to = L::pieces_before(qkv->first + qkv->count) * UNIT;
@@ -576,6 +640,7 @@ template <class D> struct Consumer {
 
   __device__ __forceinline__ void end_layer() {
     const unsigned n = A.epoch * D::LAYERS + b.layer;
+    if (b.layer) b.wait_bar(&s.routed, b.layer - 1, PH_ACTIVATIONS);  // no SM falls two layers behind, whether it has experts or not
     if (b.sm == A.stall_sm) return;
     if (tid == 0) ptx::relaxed_add(b.counter(C_RESIDUAL), 1);
     unsigned long long* to = sums_of<D>(A, n);
@@ -588,8 +653,8 @@ template <class D> struct Consumer {
   }
 
   // 8 rows times the hidden vector: this warp's part of each row goes to out[row].
-  __device__ __forceinline__ void row_chunk(float* out, const float* raw) {
-    const char* chunk = take();
+  __device__ __forceinline__ void row_chunk(float* out, const float* raw, int back = SLOTS) {
+    const char* chunk = take(back);
     const uint4* from = (const uint4*)chunk + warp * L::STEPS * 32 + lane;
     uint4 v[L::STEPS];
 #pragma unroll
@@ -614,8 +679,8 @@ template <class D> struct Consumer {
   }
 
   // 8 channels m times their columns, added to the partial sums.
-  __device__ __forceinline__ void column_chunk(const float (&m)[UNIT]) {
-    const char* chunk = take();
+  __device__ __forceinline__ void column_chunk(const float (&m)[UNIT], int back = SLOTS) {
+    const char* chunk = take(back);
     const uint4* from = (const uint4*)chunk + tid;
     uint4 v[L::ROWS];
 #pragma unroll
@@ -652,11 +717,11 @@ template <class D> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void experts(const Task& task) {
+  __device__ __forceinline__ void experts(const Task& task, int back) {
     for (int u = task.first; u < task.first + task.count; u++) {
       float* part = s.gated[gated++ & 1];
-      row_chunk(part + warp * UNIT, nullptr);
-      row_chunk(part + (WARPS + warp) * UNIT, nullptr);
+      row_chunk(part + warp * UNIT, nullptr, back);
+      row_chunk(part + (WARPS + warp) * UNIT, nullptr, back);
       sync();
       float v = 0;
 #pragma unroll
@@ -664,12 +729,12 @@ template <class D> struct Consumer {
       v += __shfl_xor_sync(~0u, v, 16);
       v *= scale;
       const float gate = __shfl_sync(~0u, v, lane % 8), up = __shfl_sync(~0u, v, lane % 8 + 8);
-      const float weight = b.layer ? 1.f / (1.f + __expf(-s.router_logits[u / L::EXPERT_UNITS] * before * scale)) : 1.f;
+      const float weight = b.layer ? 1.f / (1.f + __expf(-s.logits[s.experts[u / L::EXPERT_UNITS]] * before * scale)) : 1.f;
       const float middle = gate / (1.f + __expf(-gate)) * up * weight;
       float m[UNIT];
 #pragma unroll
       for (int c = 0; c < UNIT; c++) m[c] = __shfl_sync(~0u, middle, c);
-      column_chunk(m);
+      column_chunk(m, back);
     }
   }
 
@@ -727,7 +792,7 @@ template <class D> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void attention(const Task& task) {
+  __device__ __forceinline__ void attention(const Task& task, const Ahead<D>& ahead) {
     const Share<D> share(A, b.layer, task.count);
     if (task.count < 0) return;
     if (share.mine || share.newest) {
@@ -743,7 +808,7 @@ template <class D> struct Consumer {
       const int splits = A.num_sms / D::KV_HEADS, shift = warp * UNIT;
       for (int k = 0; k < share.mine; k++) {
         const int token = (share.first + task.count + k * splits) * PAGE + shift;
-        const char* page = take();
+        const char* page = take(k < ahead.pages ? SLOTS + ahead.experts : SLOTS);
         tokens(state, qh, ql, page + shift * HEAD_DIM * 2, page + (PAGE + shift) * HEAD_DIM * 2, HEAD_DIM * 2, share.low - token, min(UNIT, A.position - token));
         if (k + 1 < share.mine) release();
       }
@@ -771,13 +836,15 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
+    load_norm(0);
     for (int layer = 0; layer <= D::LAYERS; layer++) {
       b.layer = layer;
-      begin_layer(A.layers[layer]);
+      begin_layer();
+      const Ahead<D> ahead(A, s, layer);
       int event = 0;
       for (const Task* task = program<D>(s, layer); task->op != END; task++, event++) {
-        if (task->op == EXPERTS_OP) experts(*task);
-        else if (task->op == ATTENTION) attention(*task);
+        if (task->op == EXPERTS_OP) experts(*task, task < ahead.attention ? SLOTS - ahead.pages : SLOTS);
+        else if (task->op == ATTENTION) attention(*task, ahead);
         else if (task->op == OPROJ) project(*task);
         else rows(*task);
         if (timing()) {
@@ -798,7 +865,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) ptx::init(&s.full[i], 1), ptx::init(&s.empty[i], WARPS);
     for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
-    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS);
+    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1);
     ptx::fence_init();
     s.gone = A.out[3] != 0;
   }
@@ -815,6 +882,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
     if (tid < CONSUMERS + 32) produce<D>(A, s, memory);
     else if (tid < CONSUMERS + 64) help<D>(A, s, memory);
+    else if (tid < CONSUMERS + 96) route<D>(A, s);
   }
 }
 

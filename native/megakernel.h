@@ -24,7 +24,7 @@ struct StepArgs {
   long long pages_full, pages_sliding, timeout_ns;
   unsigned long long seed;
   unsigned epoch;
-  int token, position, in_flight, num_sms, stall_sm;
+  int token, position, in_flight, early_pages, num_sms, stall_sm;
   float inverse_temperature;  // 0: greedy
 };
 

@@ -241,7 +241,7 @@ class Megakernel:
     kv_full, kv_sliding: pools as `kv_pool` makes them, of the full and of the sliding layers (pages of each group are numbered
     separately; a page id holds for all layers of its group). max_context: tokens up to which positions may go.
     num_sms: blocks to launch, at most the device's SMs (all of them if None); they must be free, or a step times out.
-    in_flight: chunks (32 KB) that an SM keeps in flight at most.
+    in_flight: chunks (32 KB) that an SM keeps in flight at most. early_pages: KV pages of a layer loaded before its first expert.
     Raises ValueError on arguments that don't fit each other, RuntimeError without a Hopper GPU or the extension.
     """
 
@@ -257,6 +257,7 @@ class Megakernel:
         schedule: Schedule | None = None,
         timeout_s: float = 1.0,
         in_flight: int = 2,
+        early_pages: int = 2,
         native: ModuleType | None = None,
     ) -> None:
         self._native = native or extension()
@@ -272,6 +273,8 @@ class Megakernel:
             )
         if not 1 <= in_flight <= 6:
             raise ValueError(f"in_flight must be 1 to 6, got {in_flight}")
+        if not 0 <= early_pages <= 4:
+            raise ValueError(f"early_pages must be 0 to 4, got {early_pages}")
         self._native.check_dims(dims.name, [
             dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.experts, dims.top_k, dims.intermediate,
             dims.dense_intermediate, dims.vocab, dims.window, dims.full_every,
@@ -290,7 +293,7 @@ class Megakernel:
             ):
                 raise ValueError(f"{name} must be contiguous bf16 on {device}, aligned to 128 bytes")
         self.dims, self.weights, self.schedule, self.max_context = dims, weights, schedule, max_context
-        self.device, self.in_flight, self.timeout_s = device, in_flight, timeout_s
+        self.device, self.in_flight, self.early_pages, self.timeout_s = device, in_flight, early_pages, timeout_s
         self._pools = (kv_full, kv_sliding)
         pages = -(-max_context // PAGE)
         int32 = {"dtype": torch.int32, "device": device}
@@ -371,7 +374,7 @@ class Megakernel:
         the new token are written into both groups' pages. temperature 0 is greedy, else the token is drawn by Gumbel-max from
         (seed, position). force_routing: int32 [layers, top_k] on the device, experts to take instead of the best (row 0 unused).
         hidden: fp32 [layers + 1, hidden], receives the residual before each layer and after the last. ticks: int64
-        [num_sms, layers + 1, 16], receives times in ns (docs/megakernel.md). stall_sm: an SM that stops signalling, to test time-outs.
+        [num_sms, layers + 1, 24], receives times in ns (docs/megakernel.md). stall_sm: an SM that stops signalling, to test time-outs.
         Raises ValueError on any argument out of range, before anything is queued.
         """
         d = self.dims
@@ -386,7 +389,7 @@ class Megakernel:
         for name, tensor, dtype, shape in (
             ("force_routing", force_routing, torch.int32, (d.layers, d.top_k)),
             ("hidden", hidden, torch.float32, (d.layers + 1, d.hidden)),
-            ("ticks", ticks, torch.int64, (self.schedule.num_sms, d.layers + 1, 16)),
+            ("ticks", ticks, torch.int64, (self.schedule.num_sms, d.layers + 1, 24)),
         ):
             if tensor is not None and (
                 tensor.dtype != dtype
@@ -425,6 +428,7 @@ class Megakernel:
                 "position": position,
                 "epoch": self._epoch & 0xFFFFFFFF,
                 "in_flight": self.in_flight,
+                "early_pages": self.early_pages,
                 "num_sms": self.schedule.num_sms,
                 "stall_sm": stall_sm,
                 "seed": seed & 0xFFFFFFFFFFFFFFFF,

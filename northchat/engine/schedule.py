@@ -232,19 +232,18 @@ def build(
         (Kind.DENSE, dims.dense_intermediate // UNIT),
         (Kind.MIXTURE, dims.top_k * dims.expert_units),
     ):
-        # Expert units are three chunks each, so they are dealt first and the single chunks even the SMs out.
-        expert_counts = deal(experts, weights)
+        # An SM with more of one phase gets less of the others: what is left of its share decides who is rounded up.
         chunks = dims.qkv_units + dims.oproj_units + 3 * experts
-        need = [max(0.0, chunks * w / sum(weights) - 3 * e) for w, e in zip(weights, expert_counts, strict=True)]
-        singles = deal(dims.qkv_units + dims.oproj_units, need)
-        # No SM projects more output channels than the average, rounded up: they are the end of a layer's longest chain.
-        most = -(-dims.oproj_units // num_sms)
-        oproj_counts = deal_within(dims.oproj_units, [min(n, most) for n in singles])
+        share = [chunks * w / sum(weights) for w in weights]
+        expert_counts = deal(experts, weights)
+        left = [c - 3 * e for c, e in zip(share, expert_counts, strict=True)]
+        oproj_counts = apportion(dims.oproj_units, weights, left)
+        left = [c - o for c, o in zip(left, oproj_counts, strict=True)]
+        qkv_counts = apportion(dims.qkv_units, weights, left)
         qkv = expert = oproj = 0
         programs[kind] = []
         for sm in range(num_sms):
-            n_oproj, n_expert = oproj_counts[sm], expert_counts[sm]
-            n_qkv = singles[sm] - n_oproj
+            n_qkv, n_oproj, n_expert = qkv_counts[sm], oproj_counts[sm], expert_counts[sm]
             last = min(last_experts, n_expert)
             head = max(0, min(round((before_attention - n_qkv) / 3), n_expert - last))
             middle = n_expert - head - last
@@ -270,10 +269,11 @@ def build(
     return Schedule(dims, num_sms, programs)
 
 
-def deal_within(units: int, caps: Sequence[int]) -> list[int]:
-    """As `deal` in proportion to `caps`, and never more than a cap."""
-    out = [min(n, cap) for n, cap in zip(deal(units, caps), caps, strict=True)]
-    for i, cap in enumerate(caps):
-        more = min(cap - out[i], units - sum(out))
-        out[i] += more
+def apportion(units: int, shares: Sequence[float], left: Sequence[float]) -> list[int]:
+    """Each its share of `units` rounded down, the rest one by one to those with most `left`."""
+    exact = [units * share / sum(shares) for share in shares]
+    out = [int(x) for x in exact]
+    room = sorted(range(len(out)), key=lambda i: (out[i] - left[i], i))
+    for i in room[: units - sum(out)]:
+        out[i] += 1
     return out
