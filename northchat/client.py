@@ -218,8 +218,14 @@ class Client:
         import httpx2
 
         key = self.endpoint.api_key
+        if self.endpoint.uds:
+            from northchat.unix_transport import UnixTransport
+
+            transport = UnixTransport(self.endpoint.uds)
+        else:
+            transport = None
         return httpx2.AsyncClient(
-            transport=httpx2.AsyncHTTPTransport(uds=self.endpoint.uds, verify=False) if self.endpoint.uds else None,
+            transport=transport,
             # Without TLS there is no need for the 20-50 ms that reading certificates takes.
             verify=not self._plain,
             # A proxy from the environment is for other machines.

@@ -22,7 +22,8 @@ ROOMS: dict[str, set[str]] = {
     "config": {"paths"},
     "rendezvous": {"paths"},
     "wire": {"messages"},
-    "client": {"messages", "wire"},
+    "unix_transport": set(),
+    "client": {"messages", "unix_transport", "wire"},
     "launch": {"client", "paths", "rendezvous", "version"},
     "agent": {*GROUND, "client", "config", "launch"},
     # front ends

@@ -266,6 +266,35 @@ async def test_to_stop_reading_ends_the_request_on_the_server(how: str) -> None:
         await client.aclose()
 
 
+async def test_stopping_while_data_arrives_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Readable and cancelled in the same turn of the event loop."""
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    more = asyncio.Event()
+    parts = [*sse(delta("hel"), done=False), more, *sse(delta("lo"), done=False), 30.0]
+    socket = str(tmp_path / "s")
+    async with serving(lambda request: Answer(parts), socket) as server:
+        client = Client(Endpoint(server.url, socket))
+        events = client.stream(TURN, "m")
+        assert await anext(events) == Text("hel")
+
+        async def read() -> None:
+            async for _ in events:
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        more.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(server.cancelled.wait(), 2)
+        await client.aclose()
+    assert complaints == []
+
+
 async def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
