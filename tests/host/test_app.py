@@ -4,7 +4,7 @@ import json
 
 import httpx2
 import pytest
-from conftest import HOST, Script, Served, leftovers, until
+from host_rig import HOST, Script, Served, leftovers, until
 from openai import AuthenticationError, OpenAI
 
 from northchat.host.guard import is_loopback

@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conftest import Served, until
+from host_rig import Served, until
 from openai import OpenAI
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -4,7 +4,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Served
+from host_rig import Served
 from openai import OpenAI
 
 

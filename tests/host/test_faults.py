@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from conftest import Script, alive, leftovers, only_host, until
+from host_rig import Script, alive, leftovers, only_host, until
 
 from northchat.client import Client, ClientError, Health
 from northchat.launch import Launch, list_hosts

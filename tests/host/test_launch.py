@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HOST, Script, alive, leftovers, only_host, until
+from host_rig import HOST, Script, alive, leftovers, only_host, until
 
 from northchat import rendezvous
 from northchat.launch import Launch, LaunchError, list_hosts, stop_host

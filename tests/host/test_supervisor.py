@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from conftest import HERE, Script, alive, leftovers
+from host_rig import HERE, Script, alive, leftovers
 from scripted_core import MARKERS
 
 from northchat.engine import protocol
