@@ -223,7 +223,7 @@ class ChatApp(App[None]):
         if health.status == "failed":
             return
         if health.status == "loading":
-            self._status.show(phase=wording.loading(health))
+            self._status.show(phase=wording.loading(health), stats=Stats())
             return
         if not self._answering:
             limit = health.max_model_len
