@@ -52,8 +52,12 @@ class Bench:
 
     def kernel(self, **config: Any) -> Megakernel:
         config = dict(config)
+        fixed = config.pop("fixed_experts", 0)
         sms = config.pop("num_sms", torch.cuda.get_device_properties(0).multi_processor_count)
         experts = {k: config.pop(k) for k in ("before_attention", "last_experts") if k in config}
+        self.forced = None
+        if fixed:
+            self.forced = torch.arange(self.dims.top_k, dtype=torch.int32, device="cuda").repeat(self.dims.layers, 1).mul_(fixed)
         return Megakernel(
             self.dims,
             self.weights,
@@ -154,14 +158,14 @@ def speed(bench: Bench, kernel: Megakernel, context: int, steps: int) -> dict[st
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(steps):
-            kernel.launch(None, context + i, *tables)
+            kernel.launch(None, context + i, *tables, force_routing=bench.forced)
         kernel.result()
         return (time.perf_counter() - start) / steps * 1e6
 
     def public() -> float:
         start = time.perf_counter()
         for i in range(steps):
-            kernel.step(None, context + i, *tables)
+            kernel.step(None, context + i, *tables, force_routing=bench.forced)
         return (time.perf_counter() - start) / steps * 1e6
 
     kernel.step(1, context, *tables)
@@ -170,7 +174,7 @@ def speed(bench: Bench, kernel: Megakernel, context: int, steps: int) -> dict[st
     for i in range(30):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        kernel.launch(None, context + i, *tables)
+        kernel.launch(None, context + i, *tables, force_routing=bench.forced)
         end.record()
         events.append((begin, end))
     kernel.result()
@@ -295,7 +299,7 @@ def main() -> None:
         "--config",
         action="append",
         default=[],
-        help="name=number,...: in_flight, early_pages, before_attention, last_experts, num_sms",
+        help="name=number,...: in_flight, early_pages, before_attention, last_experts, num_sms, fixed_experts (distance of the ids forced)",
     )
     parser.add_argument("--commit", default="")
     parser.add_argument("--out")

@@ -38,12 +38,12 @@ void step(const std::string& model, const py::dict& pointers, const py::dict& nu
     return v;
   };
   a.layers = (const LayerPointers*)pointer("layers", 16);
-  a.rope = (const void*)pointer("rope", 16);
+  a.norms = (const void*)pointer("norms", 16), a.rope = (const void*)pointer("rope", 16);
   a.kv_full = (char*)pointer("kv_full", 128), a.kv_sliding = (char*)pointer("kv_sliding", 128);
   a.table_full = (const int*)pointer("table_full", 4), a.table_sliding = (const int*)pointer("table_sliding", 4);
   a.tasks = (const int*)pointer("tasks", 16);
-  a.sums = (unsigned long long*)pointer("sums", 16), a.qkv = (float*)pointer("qkv", 16);
-  a.partials = (float*)pointer("partials", 16), a.softmax = (float*)pointer("softmax", 8);
+  a.sums = (unsigned long long*)pointer("sums", 16), a.qkv = (uint32_t*)pointer("qkv", 16);
+  a.partials = (uint32_t*)pointer("partials", 16), a.softmax = (uint32_t*)pointer("softmax", 8);
   a.counters = (unsigned*)pointer("counters", 128);
   a.best = (int*)pointer("best", 8), a.out = (int*)pointer("out", 8), a.routing = (int*)pointer("routing", 4);
   a.logits = (float*)pointer("logits", 4, true), a.forced = (const int*)pointer("forced", 4, true);
@@ -56,7 +56,7 @@ void step(const std::string& model, const py::dict& pointers, const py::dict& nu
   a.position = (int)number("position", 0, (1 << 30));
   a.in_flight = (int)number("in_flight", 1, SLOTS);
   a.early_pages = (int)number("early_pages", 0, SLOTS - 2);
-  a.num_sms = (int)number("num_sms", 1, 254);
+  a.num_sms = (int)number("num_sms", 1, MAX_SMS);
   a.stall_sm = (int)number("stall_sm", -1, 1024);
   a.inverse_temperature = inverse_temperature;
   const char* error;

@@ -19,7 +19,7 @@ struct Small {
                        DENSE_INTERMEDIATE = 192, VOCAB = 2048, WINDOW = 256, FULL_EVERY = 4;
 };
 
-constexpr int UNIT = 8, PAGE = 64, HEAD_DIM = 128, GROUP = 8, WARPS = 8, MAX_TASKS = 8, KINDS = 3, SLOTS = 6;
+constexpr int UNIT = 8, PAGE = 64, HEAD_DIM = 128, GROUP = 8, WARPS = 8, MAX_TASKS = 8, KINDS = 3, SLOTS = 6, MAX_SMS = 254;
 enum Op { END, QKV, EXPERTS_OP, ATTENTION, OPROJ, HEAD };
 
 // Sizes and offsets that follow from a shape; schedule.py computes the same ones.
@@ -33,6 +33,7 @@ template <class D> struct Layout {
   static constexpr int SUMS = D::HIDDEN + D::EXPERTS;
   static constexpr int QKV_UNITS = (D::HEADS + 2 * D::KV_HEADS) * HEAD_DIM / UNIT, PIECES = D::HIDDEN / UNIT;
   static constexpr int GROUP_UNITS = QKV_UNITS / D::KV_HEADS;  // units of one KV head: queries, key, value
+  static constexpr int MAX_SPLITS = (MAX_SMS / D::KV_HEADS + 31) / 32 * 32;
   static constexpr int EXPERT_UNITS = D::INTERMEDIATE / UNIT;
   static_assert(D::HEADS == GROUP * D::KV_HEADS && D::HIDDEN % 1024 == 0 && D::EXPERTS % 32 == 0 && D::EXPERTS <= 128);
   static_assert((D::EXPERTS & (D::EXPERTS - 1)) == 0 && PIECES <= QKV_UNITS && D::TOP_K <= 8);

@@ -16,9 +16,9 @@
 namespace {
 // Registers move from the third warpgroup (producer, helper, two idle warps) to the consumers.
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
-constexpr int MAX_QKV_CHANNELS = 128, MAX_OPROJ_UNITS = 32, MAX_SPLITS = 128;  // schedule.py checks these
+constexpr int MAX_QKV_CHANNELS = 128, MAX_OPROJ_UNITS = 32;  // schedule.py checks these
 enum Phase { PH_WEIGHTS = 1, PH_SLOT, PH_H1, PH_H2A, PH_H3A, PH_ACTIVATIONS, PH_RESULTS, PH_TOKEN, PH_DRAIN };
-enum Counter { C_RESIDUAL, C_QKV, C_ATTENTION = 9, C_TOKEN = 17 };  // a line of 128 bytes each
+enum Counter { C_RESIDUAL, C_TOKEN, C_QKV, C_ATTENTION = 16 };  // a line of 128 bytes each
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct alignas(16) Task {
@@ -26,7 +26,7 @@ struct alignas(16) Task {
 };
 
 template <class D> struct Shared {
-  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended, routed;
+  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended, routed, hinted;
   // The normed hidden vector in the order in which a warp's tensor-core steps take it: 16 lanes x 8 bytes a step, padded.
   uint32_t x[WARPS * Layout<D>::STEPS * 36];
   alignas(16) float rows[2][GROUP * WARPS * UNIT];  // parts of finished rows by unit, warp, row; handed to the helper
@@ -34,7 +34,7 @@ template <class D> struct Shared {
   uint4 query[2][GROUP * HEAD_DIM / 8];   // scaled queries of this SM's KV head: bf16, and what rounding left over
   uint4 newest[2][HEAD_DIM / 8];          // key and value of this step's token
   float channels[MAX_OPROJ_UNITS * UNIT]; // attention's output channels that this SM projects
-  float weights[2][MAX_SPLITS];           // of the splits in the attention of up to two heads
+  float weights[2][Layout<D>::MAX_SPLITS]; // of the splits in the attention of up to two heads
   float raw[MAX_QKV_CHANNELS];            // residual at the channels of this SM's router pieces
   float maxima[WARPS * GROUP], totals[WARPS * GROUP], squares[WARPS];
   float logits[D::EXPERTS];               // of the router, before the norm's scale
@@ -48,7 +48,7 @@ template <class D> struct Shared {
 };
 
 // Sets the error word (the first one wins) and ends this block's waits.
-__device__ __noinline__ void fail(int* out, int* gone, int sm, int layer, int phase) {
+__device__ __forceinline__ void fail(int* out, int* gone, int sm, int layer, int phase) {
   const unsigned long long word = (unsigned long long)(0x80000000u | layer << 16 | phase) << 32 | (unsigned)sm;
   atomicCAS((unsigned long long*)(out + 2), 0ull, word);
   *(volatile int*)gone = 1;
@@ -79,29 +79,39 @@ struct Block {
   }
   __device__ __forceinline__ unsigned* counter(int c) const { return A.counters + c * 32; }
   // Counters only grow; the difference, not the value, is compared, so that they may wrap.
-  __device__ __forceinline__ void wait_count(int c, unsigned goal, int phase) const {
-    wait([&] { return (int)(ptx::acquire(counter(c)) - goal) >= 0; }, phase);
-  }
-  // All SMs are about to add layer n-1's sums: from now on they are worth polling.
-  __device__ __forceinline__ void wait_hint(unsigned n) const {
-    wait([&] { return (int)(ptx::relaxed(counter(C_RESIDUAL)) - n * A.num_sms) >= 0; }, PH_H1);
+  // They order nothing: they only say that the words counted are about to arrive, and so are worth looking at. One thread an SM polls
+  // four bytes in place of the words themselves, whose lines would otherwise be asked for by everybody all the time.
+  __device__ __forceinline__ void wait_hint(int c, unsigned goal, int phase, int sleep) const {
+    wait([&] {
+      if ((int)(ptx::relaxed(counter(c)) - goal) >= 0) return true;
+      if (sleep) __nanosleep(sleep);
+      return false;
+    }, phase);
   }
 };
 
 // Which pages of a KV head one SM reads, and whether it also takes the newest token.
 template <class D> struct Share {
-  int low, first, pages, mine, active;
+  int low, first, pages, mine;
   bool newest;
   __device__ __forceinline__ Share(const StepArgs& A, int layer, int split) {
     const int splits = A.num_sms / D::KV_HEADS;
     low = Layout<D>::full(layer) ? 0 : max(0, A.position - D::WINDOW + 1);
     first = low / PAGE;
     pages = A.position ? (A.position - 1) / PAGE - first + 1 : 0;
-    active = min(splits, pages + 1);
     mine = split >= 0 && split < pages ? (pages - split + splits - 1) / splits : 0;
     newest = split >= 0 && split == pages % splits;
   }
 };
+
+// Vectors that one SM writes and others read carry the number of their layer in the two lowest bits of each float, so that a reader
+// sees in the word itself that it is new: neither fence nor counter. Every word is written once in every layer, and no SM is in
+// layer n+1 before all have done with layer n's (H1), so what else can be there is the layer before.
+__device__ __forceinline__ uint32_t tagged(float v, unsigned n) { return __float_as_uint(v) & ~3u | n & 3; }
+__device__ __forceinline__ float untagged(uint32_t v) { return __uint_as_float(v & ~3u); }
+__device__ __forceinline__ bool fresh(uint32_t v, unsigned n) { return (v & 3) == (n & 3); }
+__device__ __forceinline__ bool fresh(uint4 v, unsigned n) { return fresh(v.x, n) && fresh(v.y, n) && fresh(v.z, n) && fresh(v.w, n); }
+constexpr float NOTHING = -1e30f;  // the maximum of no scores
 
 template <class D> __device__ __forceinline__ const Task* program(const Shared<D>& s, int layer) {
   return s.tasks + (layer == D::LAYERS ? 2 : layer ? 1 : 0) * MAX_TASKS;
@@ -252,6 +262,7 @@ template <class D> __device__ void route(const StepArgs& A, Shared<D>& s) {
       const unsigned long long count = count_of(A, n - 1);
       float logit[N];
       unsigned key[N];
+      b.wait_bar(&s.hinted, layer - 1, PH_H1);
       b.wait([&] {
         bool all = true;
         unsigned long long v[N];
@@ -351,19 +362,17 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
               const uint32_t cs = s.rope[r % HEAD_DIM / 2];
               v = row & 1 ? v * ptx::lower(cs) + other * ptx::upper(cs) : v * ptx::lower(cs) - other * ptx::upper(cs);
             }
-            if (live) {
-              __stcg(A.qkv + row, v);
-              if (part >= GROUP) {  // the cache gets key and value
-                const bool full = L::full(layer);
-                const int page = (full ? A.table_full : A.table_sliding)[A.position / PAGE];
-                char* pool = full ? A.kv_full : A.kv_sliding;
-                const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS + head;
-                ((__nv_bfloat16*)(pool + tile * L::PAGE_TILE))[((part - GROUP) * PAGE + A.position % PAGE) * HEAD_DIM + r % HEAD_DIM] =
-                    __float2bfloat16(v);
-              }
+            const uint32_t word = tagged(v, n);
+            if (live) ptx::store(A.qkv + row, word);
+            if (live && lane % UNIT == 0) ptx::relaxed_add(b.counter(C_QKV + head), 1);
+            if (live && part >= GROUP) {  // the cache gets key and value
+              const bool full = L::full(layer);
+              const int page = (full ? A.table_full : A.table_sliding)[A.position / PAGE];
+              char* pool = full ? A.kv_full : A.kv_sliding;
+              const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS + head;
+              ((__nv_bfloat16*)(pool + tile * L::PAGE_TILE))[((part - GROUP) * PAGE + A.position % PAGE) * HEAD_DIM + r % HEAD_DIM] =
+                  __float2bfloat16(untagged(word));
             }
-            __syncwarp();
-            if (live && lane % UNIT == 0) ptx::release_add(b.counter(C_QKV + head), 1);
           }
           __syncwarp();
           if (lane == 0) ptx::arrive(&s.rows_empty[buffer]), b.tick(D::LAYERS, 19, ptx::now());
@@ -371,27 +380,42 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
       } else if (t->op == ATTENTION) {
         const Share<D> share(A, layer, t->count);
         if (t->count < 0) continue;
+        const size_t at = (size_t)t->count * D::HEADS + t->first * GROUP;
         if (!share.mine && !share.newest) {
-          if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1);
+          const uint32_t zero = tagged(0, n);
+          for (int i = 0; i < GROUP; i++) ptx::store4(A.partials + (at + i) * HEAD_DIM + lane * 4, make_uint4(zero, zero, zero, zero));
+          if (lane < GROUP) ptx::store2(A.softmax + (at + lane) * 2, make_uint2(tagged(NOTHING, n), zero));
+          if (lane == 0) ptx::relaxed_add(b.counter(C_ATTENTION + t->first), 1);
           continue;
         }
-        if (lane == 0) b.wait_count(C_QKV + t->first, (n + 1) * L::GROUP_UNITS, PH_H2A);
+        const uint32_t* from = A.qkv + (size_t)t->first * L::GROUP_UNITS * UNIT + lane * 4;
+        uint4 word[GROUP + 2];
+        unsigned missing = (1u << (GROUP + 2)) - 1;
+        if (lane == 0) b.wait_hint(C_QKV + t->first, (n + 1) * L::GROUP_UNITS, PH_H2A, 0);
         __syncwarp();
-        const float* from = A.qkv + (size_t)t->first * L::GROUP_UNITS * UNIT;
-        float4 q[GROUP], kv[2];
+        b.wait([&] {
 #pragma unroll
-        for (int i = 0; i < GROUP; i++) q[i] = ptx::load4(from + i * HEAD_DIM + lane * 4);
-        for (int i = 0; i < 2; i++) kv[i] = ptx::load4(from + (GROUP + i) * HEAD_DIM + lane * 4);
+          for (int i = 0; i < GROUP + 2; i++)
+            if (missing >> i & 1) word[i] = ptx::load4(from + i * HEAD_DIM);
+#pragma unroll
+          for (int i = 0; i < GROUP + 2; i++)
+            if (fresh(word[i], n)) missing &= ~(1u << i);
+          return !missing;
+        }, PH_H2A);
+        __syncwarp();
         const float scale = 0.08838834764831845f * LOG2E;  // 1 / sqrt(128), for powers of two
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
-          const float x = q[i].x * scale, y = q[i].y * scale, z = q[i].z * scale, w = q[i].w * scale;
+          const float x = untagged(word[i].x) * scale, y = untagged(word[i].y) * scale, z = untagged(word[i].z) * scale, w = untagged(word[i].w) * scale;
           const uint32_t lo = ptx::pack(x, y), hi = ptx::pack(z, w);
           ((uint2*)s.query[0])[i * 32 + lane] = make_uint2(lo, hi);
           ((uint2*)s.query[1])[i * 32 + lane] = make_uint2(ptx::rest(x, y, lo), ptx::rest(z, w, hi));
         }
-        for (int i = 0; i < 2; i++)
-          ((uint2*)s.newest[i])[lane] = make_uint2(ptx::pack(kv[i].x, kv[i].y), ptx::pack(kv[i].z, kv[i].w));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint4 v = word[GROUP + i];
+          ((uint2*)s.newest[i])[lane] = make_uint2(ptx::pack(untagged(v.x), untagged(v.y)), ptx::pack(untagged(v.z), untagged(v.w)));
+        }
         __syncwarp();
         if (lane == 0) ptx::arrive(&s.q_full), b.tick(D::LAYERS, 20, ptx::now());
         // The consumer warps' softmaxes become one.
@@ -400,11 +424,11 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         const int warps = share.mine ? WARPS : 1, head = lane % GROUP;
         float top = -INFINITY, total = 0;
         for (int w = 0; w < warps; w++) top = fmaxf(top, s.maxima[w * GROUP + head]);
+        top = untagged(__float_as_uint(top));  // any number near the maximum will do, if all use the same
         for (int w = 0; w < warps; w++) total += s.totals[w * GROUP + head] * exp2f(s.maxima[w * GROUP + head] - top);
         __syncwarp();
         for (int w = lane / GROUP; w < warps; w += 32 / GROUP) s.maxima[w * GROUP + head] = exp2f(s.maxima[w * GROUP + head] - top);
         __syncwarp();
-        const size_t at = (size_t)t->count * D::HEADS + t->first * GROUP;
         char* slot = ring + s.meeting * L::SLOT;
         for (int i = 0; i < GROUP; i++) {
           float4 v = make_float4(0, 0, 0, 0);
@@ -415,67 +439,79 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
               const float4 p = *(const float4*)(part_of<D>(s, slot, share.mine, w, i) + lane * 16);
               v.x = fmaf(f, p.x, v.x), v.y = fmaf(f, p.y, v.y), v.z = fmaf(f, p.z, v.z), v.w = fmaf(f, p.w, v.w);
             }
-          __stcg((float4*)(A.partials + (at + i) * HEAD_DIM) + lane, v);
+          ptx::store4(A.partials + (at + i) * HEAD_DIM + lane * 4, make_uint4(tagged(v.x, n), tagged(v.y, n), tagged(v.z, n), tagged(v.w, n)));
         }
-        if (lane < GROUP) __stcg((float2*)A.softmax + at + lane, make_float2(top, total));
+        if (lane < GROUP) ptx::store2(A.softmax + (at + lane) * 2, make_uint2(tagged(top, n), tagged(total, n)));
         __syncwarp();
         if (share.mine && lane < WARPS) ptx::arrive(&s.empty[s.meeting]);
-        if (lane == 0) ptx::release_add(b.counter(C_ATTENTION + t->first), 1), b.tick(D::LAYERS, 22, ptx::now());
+        if (lane == 0) ptx::relaxed_add(b.counter(C_ATTENTION + t->first), 1), b.tick(D::LAYERS, 22, ptx::now());
       } else if (t->op == OPROJ) {
-        const int first = t->first * UNIT / HEAD_DIM / GROUP, last = ((t->first + t->count) * UNIT - 1) / HEAD_DIM / GROUP;
-        if (lane == 0)
-          for (int g = first; g <= last; g++) b.wait_count(C_ATTENTION + g, (n + 1) * (A.num_sms / D::KV_HEADS), PH_H3A);
-        if (lane == 0) b.tick(D::LAYERS, 23, ptx::now());
-        __syncwarp();
         // 32 channels at a time: 8 lanes a split, 4 splits at once, and all loads on their way before the first is needed.
-        const int active = Share<D>(A, layer, 0).active, end = t->count * UNIT;
+        const int splits = A.num_sms / D::KV_HEADS, end = t->count * UNIT;
+        if (lane == 0)
+          for (int g = t->first * UNIT / HEAD_DIM / GROUP; g <= (t->first * UNIT + end - 1) / HEAD_DIM / GROUP; g++)
+            b.wait_hint(C_ATTENTION + g, (n + 1) * splits, PH_H3A, 200);
+        __syncwarp();
         for (int base = 0; base < end; base += 32) {
-          constexpr int B = 9;
+          constexpr int B = 9, M = L::MAX_SPLITS / 32;
           const int own = base + lane % 8 * 4, channel = t->first * UNIT + min(own, end - 4);
           const int heads[2] = {(t->first * UNIT + base) / HEAD_DIM, (t->first * UNIT + min(base + 31, end - 1)) / HEAD_DIM};
-          float2 m[2][MAX_SPLITS / 32];
-          float4 v[B];
-#pragma unroll
-          for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int i = 0; i < MAX_SPLITS / 32; i++) {
-              m[k][i] = make_float2(-INFINITY, 0);
-              if (lane + 32 * i < active && (k == 0 || heads[1] != heads[0]))
-                m[k][i] = ptx::load2(A.softmax + ((size_t)(lane + 32 * i) * D::HEADS + heads[k]) * 2);
-            }
+          float m[2][M], sums[2][M];
+          uint4 v[B];
+          unsigned missing = 0;
+          // Parts of splits from..from+35; with the first of them the softmaxes of all.
           auto fetch = [&](int from) {
+            missing = from ? (1u << B) - 1 : (1u << (B + 2 * M)) - 1;
+            b.wait([&] {
 #pragma unroll
-            for (int i = 0; i < B; i++) {
-              const int split = from + 4 * i + lane / 8;
-              v[i] = make_float4(0, 0, 0, 0);
-              if (split < active) v[i] = ptx::load4(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
-            }
+              for (int i = 0; i < B; i++) {
+                const int split = min(from + 4 * i + lane / 8, splits - 1);
+                if (missing >> i & 1) v[i] = ptx::load4(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
+              }
+#pragma unroll
+              for (int j = 0; j < 2 * M; j++) {
+                const int split = lane + 32 * (j % M);
+                if (missing >> (B + j) & 1) {
+                  uint2 w = make_uint2(tagged(NOTHING, n), tagged(0, n));
+                  if (split < splits) w = ptx::load2(A.softmax + ((size_t)split * D::HEADS + heads[j / M]) * 2);
+                  m[j / M][j % M] = untagged(w.x), sums[j / M][j % M] = untagged(w.y);
+                  if (fresh(w.x, n) && fresh(w.y, n)) missing &= ~(1u << (B + j));
+                }
+              }
+#pragma unroll
+              for (int i = 0; i < B; i++)
+                if (fresh(v[i], n)) missing &= ~(1u << i);
+              return !missing;
+            }, PH_H3A);
+            __syncwarp();
           };
           fetch(0);
+          if (lane == 0) b.tick(D::LAYERS, 23, ptx::now());
 #pragma unroll
           for (int k = 0; k < 2; k++) {
-            if (k == 1 && heads[1] == heads[0]) continue;
-            float top = -INFINITY, sum = 0;
+            float top = NOTHING, sum = 0;
 #pragma unroll
-            for (int i = 0; i < MAX_SPLITS / 32; i++) top = fmaxf(top, m[k][i].x);
+            for (int i = 0; i < M; i++) top = fmaxf(top, m[k][i]);
 #pragma unroll
             for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
 #pragma unroll
-            for (int i = 0; i < MAX_SPLITS / 32; i++) m[k][i].x = exp2f(m[k][i].x - top), sum = fmaf(m[k][i].x, m[k][i].y, sum);
+            for (int i = 0; i < M; i++) m[k][i] = exp2f(m[k][i] - top), sum = fmaf(m[k][i], sums[k][i], sum);
 #pragma unroll
             for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
 #pragma unroll
-            for (int i = 0; i < MAX_SPLITS / 32; i++) s.weights[k][lane + 32 * i] = m[k][i].x / sum;
+            for (int i = 0; i < M; i++) s.weights[k][lane + 32 * i] = m[k][i] / sum;
           }
           __syncwarp();
           const float* weights = s.weights[channel / HEAD_DIM != heads[0]];
           float4 o = make_float4(0, 0, 0, 0);
-          for (int from = 0; from < active; from += 4 * B) {
+          for (int from = 0; from < splits; from += 4 * B) {
             if (from) fetch(from);
 #pragma unroll
             for (int i = 0; i < B; i++) {
-              const float w = weights[min(from + 4 * i + lane / 8, MAX_SPLITS - 1)];
-              o.x = fmaf(w, v[i].x, o.x), o.y = fmaf(w, v[i].y, o.y), o.z = fmaf(w, v[i].z, o.z), o.w = fmaf(w, v[i].w, o.w);
+              const int split = from + 4 * i + lane / 8;
+              const float w = split < splits ? weights[split] : 0;
+              o.x = fmaf(w, untagged(v[i].x), o.x), o.y = fmaf(w, untagged(v[i].y), o.y);
+              o.z = fmaf(w, untagged(v[i].z), o.z), o.w = fmaf(w, untagged(v[i].w), o.w);
             }
           }
 #pragma unroll
@@ -521,7 +557,6 @@ template <class D> struct Consumer {
   float h[L::ROWS], acc[L::ROWS], router = 0, scale = 1, before = 0;
   // h: residual; acc, router: the layer's partial sums; before: unit of the last layer's sums
   uint32_t xb[2 * L::STEPS];
-  uint16_t norm[L::ROWS];  // weights of the norm ahead
   unsigned long long history = 0x012345;  // slots of the last chunks, a nibble each, the latest lowest
   unsigned waited = 0;  // cycles, for the timeline
 
@@ -560,15 +595,12 @@ template <class D> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void load_norm(int layer) {
-    const uint16_t* from = (const uint16_t*)__ldg((const unsigned long long*)&A.layers[layer].norm);
-#pragma unroll
-    for (int i = 0; i < L::ROWS; i++) norm[i] = __ldg(from + row(i));
-  }
-
   // Adds up the residual, norms it and spreads it over the fragments.
   __device__ __forceinline__ void begin_layer() {
     const unsigned n = A.epoch * D::LAYERS + b.layer;
+    uint16_t norm[L::ROWS];
+#pragma unroll
+    for (int i = 0; i < L::ROWS; i++) norm[i] = __ldg((const uint16_t*)A.norms + b.layer * D::HIDDEN + row(i));
     if (timing()) tick(0, ptx::now());
     if (b.layer == 0) {
       const int token = A.token >= 0 ? A.token : A.out[0];
@@ -580,7 +612,7 @@ template <class D> struct Consumer {
         h[i] = __uint_as_float((uint32_t)__ldg((const uint16_t*)unit + fragment * 8 + element) << 16);
       }
     } else {
-      if (tid == 0) b.wait_hint(n);
+      if (tid == 0) b.wait_hint(C_RESIDUAL, n * A.num_sms, PH_H1, 0), ptx::arrive(&s.hinted);
       sync();
       const unsigned long long* from = sums_of<D>(A, n - 1);
       const unsigned long long count = count_of(A, n - 1);
@@ -617,7 +649,6 @@ template <class D> struct Consumer {
       const uint32_t rounded = ptx::pack(x, y);
       s.x[kk / 16 * 36 + (half + (lane & 1) * 2) * 8 + kk % 8 / 2 * 2 + kk % 16 / 8] = lane & 1 ? ptx::rest(x, y, rounded) : rounded;
     }
-    load_norm(min(b.layer + 1, D::LAYERS));
     const Task* qkv = program<D>(s, b.layer);
     if (qkv->op == QKV) {
       const int from = L::pieces_before(qkv->first) * UNIT, to = L::pieces_before(qkv->first + qkv->count) * UNIT;
@@ -836,7 +867,6 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    load_norm(0);
     for (int layer = 0; layer <= D::LAYERS; layer++) {
       b.layer = layer;
       begin_layer();
@@ -865,7 +895,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) ptx::init(&s.full[i], 1), ptx::init(&s.empty[i], WARPS);
     for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
-    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1);
+    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1), ptx::init(&s.hinted, 1);
     ptx::fence_init();
     s.gone = A.out[3] != 0;
   }

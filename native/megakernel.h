@@ -4,17 +4,17 @@
 
 struct LayerPointers {
   const char *qkv, *experts, *oproj;
-  const void* norm;
+  const void* unused;
 };
 
 struct StepArgs {
   const LayerPointers* layers;  // one per layer, then the head's
-  const void* rope;
+  const void *norms, *rope;
   char *kv_full, *kv_sliding;
   const int *table_full, *table_sliding;
   const int* tasks;
   unsigned long long* sums;
-  float *qkv, *partials, *softmax;
+  uint32_t *qkv, *partials, *softmax;
   unsigned* counters;
   int *best, *out, *routing;
   float* logits;       // or null

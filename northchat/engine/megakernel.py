@@ -302,18 +302,20 @@ class Megakernel:
         self._tasks = torch.tensor(schedule.table(), **int32)
         self._rope = rope_table(dims, max_context, device)
         self._layers = torch.tensor(
-            [[w.qkv.data_ptr(), w.experts.data_ptr(), w.oproj.data_ptr(), w.norm.data_ptr()] for w in weights.layers]
-            + [[weights.head.data_ptr(), 0, 0, weights.norm.data_ptr()]],
+            [[w.qkv.data_ptr(), w.experts.data_ptr(), w.oproj.data_ptr(), 0] for w in weights.layers]
+            + [[weights.head.data_ptr(), 0, 0, 0]],
             dtype=torch.int64,
             device=device,
         )
         if bool((self._layers % 16).any()):
             raise ValueError("weights must be aligned to 16 bytes")
         fp32 = {"dtype": torch.float32, "device": device}
+        self._norms = torch.stack([*(w.norm for w in weights.layers), weights.norm]).contiguous()
         self._sums = torch.zeros(3, dims.hidden + dims.experts, dtype=torch.int64, device=device)
-        self._qkv = torch.zeros(dims.qkv_units * UNIT, **fp32)
-        self._partials = torch.zeros(schedule.splits, dims.heads, HEAD_DIM, **fp32)
-        self._softmax = torch.zeros(schedule.splits, dims.heads, 2, **fp32)
+        # Words are tagged with their layer's number, whose first is 0: all ones is an older one.
+        self._qkv = torch.full((dims.qkv_units * UNIT,), -1, **int32)
+        self._partials = torch.full((schedule.splits, dims.heads, HEAD_DIM), -1, **int32)
+        self._softmax = torch.full((schedule.splits, dims.heads, 2), -1, **int32)
         self._counters = torch.zeros(32, 32, **int32)
         self._best = torch.zeros(schedule.num_sms, 2, **int32)
         self._out = torch.zeros(8, **int32)
@@ -402,6 +404,7 @@ class Megakernel:
             d.name,
             {
                 "layers": self._layers.data_ptr(),
+                "norms": self._norms.data_ptr(),
                 "rope": self._rope.data_ptr(),
                 "kv_full": self._pools[0].data_ptr(),
                 "kv_sliding": self._pools[1].data_ptr(),
@@ -453,6 +456,8 @@ class Megakernel:
         torch.cuda.synchronize(self.device)
         for tensor in (self._sums, self._counters, self._out):
             tensor.zero_()
+        for tensor in (self._qkv, self._partials, self._softmax):
+            tensor.fill_(-1)
         self._epoch = 0
 
     def _upload(self, group: int, table: Sequence[int] | torch.Tensor, position: int, first: int) -> None:
