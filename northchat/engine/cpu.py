@@ -4,15 +4,15 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from northchat.engine.executor import PAGE, Batch, ExecutorError, KVGroup, Progress, Row, Sampled
 from northchat.engine.protocol import Logprob
 from northchat.engine.sampler import logprobs, sample
-from northchat.model import llama
-from northchat.model.paged_kv import PagedKV, Span
+from northchat.model import cohere2_moe, llama
+from northchat.model.paged_kv import PagedKV, Plan, Span
 from northchat.model.weights import open_weights
 
 MAX_THREADS = 16
@@ -23,30 +23,67 @@ LOGIT_ROWS = 128
 """Prompt positions whose logits are held at once for prompt_logprobs."""
 
 
-class CpuExecutor:
-    """A `Llama` with its KV pool; see `executor.Executor`."""
+class Config(Protocol):
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def groups(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
+        """Layers that share page tables, with their window."""
 
-    def __init__(self, model: llama.Llama, dtype: str, page_size: int = PAGE) -> None:
-        """dtype: as the status bar shows it."""
+
+class Model(Protocol):
+    """What the executor needs of a model of model/."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def label(self) -> str: ...
+    def hidden(self, ids: torch.Tensor, plans: Sequence[Plan], kvs: Sequence[PagedKV]) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+def kv_groups(config: Config, dtype: torch.dtype, page_size: int = PAGE) -> tuple[KVGroup, ...]:
+    """A page of a group takes layers * 2 * kv_heads * page_size * head_dim values."""
+    layer_bytes = 2 * config.kv_heads * page_size * config.head_dim * dtype.itemsize
+    return tuple(
+        KVGroup("full" if window is None else "sliding", layers, window, len(layers) * layer_bytes)
+        for layers, window in config.groups
+    )
+
+
+class CpuExecutor:
+    """A model with its KV pools; see `executor.Executor`."""
+
+    def __init__(self, model: Model, page_size: int = PAGE) -> None:
         c = model.config
         self.device = f"CPU, {torch.get_num_threads()} threads"
-        self.dtype = dtype
+        self.dtype = model.label
         self.vocab_size = c.vocab
         self.max_context = c.max_context
-        page_bytes = c.layers * 2 * c.kv_heads * page_size * c.head_dim * model.dtype.itemsize
-        self.groups = (KVGroup("full", tuple(range(c.layers)), None, page_bytes),)
+        self.groups = kv_groups(c, model.dtype, page_size)
         self._model, self._page_size = model, page_size
-        self._kv: PagedKV | None = None
+        self._kvs: list[PagedKV] = []
         self._last: dict[int, int] = {}
         self._done: dict[int, list[Sampled]] = {}
         self._handles = 0
 
     def allocate(self, pages: Sequence[int]) -> None:
-        c = self._model.config
+        c, dtype = self._model.config, self._model.dtype
         try:
-            self._kv = PagedKV(c.layers, c.kv_heads, c.head_dim, pages[0], self._page_size, self._model.dtype)
+            self._kvs = [
+                PagedKV(len(group.layers), c.kv_heads, c.head_dim, count, self._page_size, dtype, group.window)
+                for group, count in zip(self.groups, pages, strict=True)
+            ]
         except RuntimeError as error:
-            wanted = pages[0] * self.groups[0].page_bytes >> 20
+            wanted = sum(n * group.page_bytes for n, group in zip(pages, self.groups, strict=True)) >> 20
             raise ExecutorError(f"no memory for {wanted} MiB of KV cache; close other programs") from error
 
     def free_memory(self) -> int:
@@ -68,13 +105,16 @@ class CpuExecutor:
     def _run(self, rows: Sequence[Row]) -> list[Sampled]:
         if not rows:
             return []
-        if self._kv is None:
+        if not self._kvs:
             raise ExecutorError("the KV pools are not allocated")
         ids = [self._last[row.rid] if token == -1 else token for row in rows for token in row.tokens]
-        plan = self._kv.plan([Span(row.start, len(row.tokens), row.pages[0]) for row in rows])
-        hidden = self._model.hidden(torch.tensor(ids), plan, self._kv)
+        plans = [
+            kv.plan([Span(row.start, len(row.tokens), row.pages[group]) for row in rows])
+            for group, kv in enumerate(self._kvs)
+        ]
+        hidden = self._model.hidden(torch.tensor(ids), plans, self._kvs)
         results = [Sampled(row.rid, None) for row in rows]
-        ends = [reach.first + reach.length for reach in plan.reaches]
+        ends = [reach.first + reach.length for reach in plans[0].reaches]
         for row, end, result in zip(rows, ends, results, strict=True):
             if row.prompt_logprobs is not None:
                 result.prompt_logprobs = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
@@ -110,13 +150,14 @@ def load(path: Path, dtype: Literal["auto", "float32"], progress: Progress) -> C
     def loaded(share: float) -> None:
         progress("weights", int(size * share), size)
 
+    exact = dtype == "float32"
+    width = torch.float32 if exact else torch.bfloat16
     with torch.inference_mode():
-        if dtype == "float32":
-            return CpuExecutor(llama.load(weights, torch.float32, False, False, loaded), "float32")
+        if weights.config["model_type"] == "cohere2_moe":
+            return CpuExecutor(cohere2_moe.load(weights, width, loaded))
         # Four bits and a scale are a quarter of bfloat16.
-        keep_dense = 4 * size < min(DENSE_COPY, available_memory() // 4)
-        model = llama.load(weights, torch.bfloat16, True, keep_dense, loaded)
-    return CpuExecutor(model, "int4" if model.int4 else "bfloat16")
+        keep_dense = not exact and 4 * size < min(DENSE_COPY, available_memory() // 4)
+        return CpuExecutor(llama.load(weights, width, not exact, keep_dense, loaded))
 
 
 def threads() -> int:

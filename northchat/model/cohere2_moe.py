@@ -182,6 +182,11 @@ class Cohere2Moe:
             for index, layer in enumerate(layers_)
         }
 
+    @property
+    def label(self) -> str:
+        """Of the weights' precision, for the status bar."""
+        return str(self.dtype).removeprefix("torch.")
+
     def hidden(self, ids: torch.Tensor, plans: Sequence[Plan], kvs: Sequence[PagedKV]) -> torch.Tensor:
         """Final normed states of the tokens `ids` [tokens], as the plans place them; their keys and values are written.
 

@@ -71,6 +71,11 @@ class LlamaConfig:
         found.inverse_frequencies()
         return found
 
+    @property
+    def groups(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
+        """Layers that share page tables, with their window: all of them, without one."""
+        return ((tuple(range(self.layers)), None),)
+
     def inverse_frequencies(self) -> torch.Tensor:
         """RoPE's angular step of each pair of dimensions, float32 [head_dim / 2]. Raises ModelError for an unknown
         scaling.
@@ -129,11 +134,18 @@ class Llama:
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n eps)) / sqrt(n): two fast operators, sqrt(n) is in the weights.
         self._floor = torch.tensor(math.sqrt(config.hidden * config.norm_eps))
 
-    def hidden(self, ids: torch.Tensor, plan: Plan, kv: PagedKV) -> torch.Tensor:
-        """Final normed states of the tokens `ids` [tokens], as `plan` places them; their keys and values are written.
-        Returns [tokens, hidden] of the model's dtype.
+    @property
+    def label(self) -> str:
+        """Of the weights' precision, for the status bar."""
+        return "int4" if self.int4 else str(self.dtype).removeprefix("torch.")
+
+    def hidden(self, ids: torch.Tensor, plans: Sequence[Plan], kvs: Sequence[PagedKV]) -> torch.Tensor:
+        """Final normed states of the tokens `ids` [tokens], as the plan places them; their keys and values are written.
+
+        plans and kvs: one for each of `config.groups`. Returns [tokens, hidden] of the model's dtype.
         """
         c = self.config
+        (plan,), (kv,) = plans, kvs
         angles = torch.outer(plan.positions.float(), self._steps)
         turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
         rotated, width = c.heads + c.kv_heads, c.heads * c.head_dim
