@@ -513,7 +513,7 @@ def run(config: Config, prompt: str | None = None) -> int:
 def _warm_up() -> None:
     """What the first answer needs, imported while nobody waits for it."""
     from northchat.tui.highlight import Highlighter
-    from northchat.tui.markdown import inline
+    from northchat.tui.inline import inline
 
     Highlighter("python").line("import this")
     inline("*warm*")

@@ -4,10 +4,13 @@ import time
 
 from northchat import version
 from northchat.sanitize import clean
+from northchat.tui.inline import PLAIN, Look, Span
 from northchat.tui.layout import Line, Palette, lay_out
-from northchat.tui.markdown import BLANK, PLAIN, AnyRow, Look, Markdown, Row, Span
+from northchat.tui.markdown import BLANK, AnyRow, Markdown, Row
 
 MUTED = Look("muted")
+MAX_USER_ROWS = 12
+"""Of a longer message so many lines are shown; it is known to who wrote it."""
 
 
 class Block:
@@ -74,12 +77,30 @@ class Welcome(Block):
 
 
 class UserText(Block):
+    """What was sent. Of a long text the start, until a click unfolds it."""
+
     ground = "panel"
     gutter = Span("▌ ", Look("primary"))
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.rows = _plain(text)
+        self._whole = _plain(text)
+        self._folded = len(self._whole) > MAX_USER_ROWS + 4
+        self._fill()
+
+    def click(self) -> bool:
+        if len(self._whole) <= MAX_USER_ROWS + 4:
+            return False
+        self._folded = not self._folded
+        self._fill()
+        self.reset()
+        return True
+
+    def _fill(self) -> None:
+        self.rows = self._whole
+        if self._folded:
+            more = Row("text", (Span(f"▸ {len(self._whole) - MAX_USER_ROWS:,} more lines", MUTED),))
+            self.rows = [*self._whole[:MAX_USER_ROWS], more]
 
 
 class Answer(Block):

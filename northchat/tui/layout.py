@@ -10,7 +10,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from northchat.tui.markdown import PLAIN, AnyRow, Look, Span, TableRow
+from northchat.tui.inline import PLAIN, Look, Span
+from northchat.tui.markdown import AnyRow, TableRow
 from northchat.tui.theme import Theme
 
 MEASURE = 100

@@ -5,40 +5,16 @@ A row is a line before wrapping. Line breaks inside paragraphs are kept, as a ch
 
 import copy
 import re
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from northchat.sanitize import clean
 from northchat.tui.highlight import Highlighter
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
+from northchat.tui.inline import Look, Span, inline, inline_cells, split_cells, split_lines
 
 MAX_PARAGRAPH = 40
 """Lines; a longer paragraph is cut, so that an endless one isn't parsed again and again."""
-MAX_INLINE = 20_000
-"""Characters; longer paragraphs are shown as they are."""
 MAX_NESTING = 12
 """Quotes and list levels; deeper markers are text."""
-
-
-class Look(NamedTuple):
-    """How a piece of text looks; `role` is a name that a theme has a colour for."""
-
-    role: str = "foreground"
-    bold: bool = False
-    italic: bool = False
-    strike: bool = False
-    underline: bool = False
-    link: str = ""
-
-
-PLAIN = Look()
-
-
-class Span(NamedTuple):
-    text: str
-    look: Look = PLAIN
 
 
 class Row(NamedTuple):
@@ -72,7 +48,6 @@ _SETEXT = re.compile(r" {0,3}(=+|-+)[ \t]*$")
 _ITEM = re.compile(r"( {0,3})([-*+]|\d{1,9}[.)])( {1,4}(?! )| *$|(?= {5}))")
 _QUOTE_MARK = re.compile(r" {0,3}> ?")
 _DELIMITERS = re.compile(r" {0,3}\|?(?:[ \t]*:?-+:?[ \t]*\|)*[ \t]*:?-+:?[ \t]*\|?[ \t]*$")
-_CELL_END = re.compile(r"(?<!\\)\|")
 _TASK = re.compile(r"\[([ xX])\] ")
 _UNDECIDED = re.compile(r"[-=*+#>|`~: ]*(?:\d{1,9}[.)] *)?$")
 """The start of a line that may yet become a marker of something."""
@@ -178,8 +153,8 @@ class _Fence:
 
 class _Table:
     def __init__(self, header: str, delimiters: str) -> None:
-        self.header = _cells(header)
-        marks = [mark.strip() for mark in _split_cells(delimiters)]
+        self.header = inline_cells(header)
+        marks = [mark.strip() for mark in split_cells(delimiters)]
         self.aligns: tuple[Literal["left", "right", "center"], ...] = tuple(
             "center" if mark[0] == mark[-1] == ":" and len(mark) > 1 else "right" if mark[-1] == ":" else "left"
             for mark in marks
@@ -192,7 +167,7 @@ class _Table:
         return other
 
     def add(self, line: str) -> None:
-        cells = _cells(line)[: len(self.aligns)]
+        cells = inline_cells(line)[: len(self.aligns)]
         self.body.append(cells + ((),) * (len(self.aligns) - len(cells)))
 
 
@@ -315,7 +290,7 @@ class _Blocks:
         header = paragraph.lines[-1]
         if "|" not in line + header or not _DELIMITERS.match(line):
             return False
-        if len(_split_cells(header)) != len(_split_cells(line)):
+        if len(split_cells(header)) != len(split_cells(line)):
             return False
         paragraph.lines.pop()
         self._leaf = paragraph if paragraph.lines else None
@@ -354,7 +329,7 @@ class _Blocks:
     def _heading(self, text: str, level: int) -> None:
         self._space()
         look = Look("primary", bold=True, underline=level == 1) if level < 3 else Look("foreground", bold=True)
-        for spans in _lines(inline(text, look)):
+        for spans in split_lines(inline(text, look)):
             self._emit(Row("text", spans))
         self._space()
 
@@ -377,7 +352,7 @@ class _Blocks:
                 text = "\n".join(leaf.lines)
                 if self._fresh and (found := _TASK.match(text)):
                     text = ("☐ " if found[1] == " " else "☑ ") + text[found.end() :]
-                for spans in _lines(inline(text)):
+                for spans in split_lines(inline(text)):
                     self._emit(Row("text", spans))
             case _Table():
                 first, rest = self._prefixes()
@@ -407,73 +382,3 @@ class _Blocks:
 
 def _clean(line: str) -> str:
     return clean(line.removesuffix("\r"))
-
-
-@cache
-def _parser() -> "MarkdownIt":
-    from markdown_it import MarkdownIt
-
-    # Entities stay as the model wrote them: they could spell characters that the sanitiser has no say over.
-    return MarkdownIt("commonmark", {"maxNesting": 40}).enable("strikethrough").disable(["entity", "html_inline"])
-
-
-@lru_cache(maxsize=256)
-def inline(text: str, look: Look = PLAIN) -> tuple[Span, ...]:
-    """Emphasis, code, links of a paragraph; its line breaks stay in the spans' text."""
-    if len(text) > MAX_INLINE or not re.search(r"[*_`\[\]\\~<!]", text):
-        return (Span(text, look),)
-    spans: list[Span] = []
-    looks = [look]
-    target, start = "", 0
-    for token in _parser().parseInline(text)[0].children or []:
-        match token.type:
-            case "text":
-                spans.append(Span(token.content, looks[-1]))
-            case "softbreak" | "hardbreak":
-                spans.append(Span("\n", looks[-1]))
-            case "code_inline":
-                spans.append(Span(token.content, looks[-1]._replace(role="code")))
-            case "strong_open":
-                looks.append(looks[-1]._replace(bold=True))
-            case "em_open":
-                looks.append(looks[-1]._replace(italic=True))
-            case "s_open":
-                looks.append(looks[-1]._replace(strike=True))
-            case "link_open":
-                target, start = clean(str(token.attrGet("href") or "")), len(spans)
-                looks.append(looks[-1]._replace(role="link", underline=True, link=target))
-            case "link_close":
-                shown = "".join(span.text for span in spans[start:])
-                looks.pop()
-                # What a link hides must be readable: its text may claim another address.
-                if target and target not in (shown, f"mailto:{shown}"):
-                    spans.append(Span(f" ({target})", looks[-1]._replace(role="muted")))
-            case "image":
-                address = clean(str(token.attrGet("src") or ""))
-                spans.append(Span(f"{token.content or 'image'} ({address})", looks[-1]._replace(role="link")))
-            case "strong_close" | "em_close" | "s_close":
-                looks.pop()
-            case _:
-                spans.append(Span(token.content, looks[-1]))
-    return tuple(span for span in spans if span.text)
-
-
-def _lines(spans: tuple[Span, ...]) -> list[tuple[Span, ...]]:
-    """Cuts spans at their line breaks."""
-    lines: list[list[Span]] = [[]]
-    for span in spans:
-        first, *others = span.text.split("\n")
-        lines[-1].append(Span(first, span.look))
-        lines.extend([Span(other, span.look)] for other in others)
-    return [tuple(span for span in line if span.text) for line in lines]
-
-
-def _split_cells(line: str) -> list[str]:
-    line = line.strip().removeprefix("|")
-    if line.endswith("|") and not line.endswith("\\|"):
-        line = line[:-1]
-    return _CELL_END.split(line)
-
-
-def _cells(line: str) -> tuple[tuple[Span, ...], ...]:
-    return tuple(inline(cell.strip().replace("\\|", "|")) for cell in _split_cells(line))

@@ -18,8 +18,8 @@ from textual.widget import Widget
 from textual.widgets import Static, TextArea
 
 from northchat.sanitize import clean
+from northchat.tui.inline import PLAIN, Look
 from northchat.tui.layout import Palette
-from northchat.tui.markdown import PLAIN, Look
 
 HISTORY = 1_000
 MAX_CHOICES = 8

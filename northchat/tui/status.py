@@ -12,8 +12,8 @@ from textual.widget import Widget
 from northchat.agent import wording
 from northchat.messages import Stats
 from northchat.sanitize import clean
+from northchat.tui.inline import PLAIN, Look
 from northchat.tui.layout import Palette
-from northchat.tui.markdown import PLAIN, Look
 
 SEPARATOR = " · "
 TICK_S = 1 / 4

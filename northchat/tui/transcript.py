@@ -13,8 +13,8 @@ from textual.selection import Selection
 from textual.strip import Strip
 
 from northchat.tui.blocks import Block
+from northchat.tui.inline import PLAIN, Look
 from northchat.tui.layout import Line, Palette
-from northchat.tui.markdown import PLAIN, Look
 
 SLICE_S = 0.008
 """Time that one go at re-wrapping off-screen blocks may take; a key typed meanwhile waits so long."""

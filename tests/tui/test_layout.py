@@ -4,8 +4,8 @@ from rich.cells import cell_len
 from screens import PALETTE, lines_of, shown
 
 from northchat.tui import theme
+from northchat.tui.inline import Look, Span
 from northchat.tui.layout import Palette, wrap
-from northchat.tui.markdown import Look, Span
 
 words = st.text(st.sampled_from("ab. ,é日本、👍👩‍👩‍👧e\u0301"), max_size=60).map(str.strip)
 

@@ -6,7 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from screens import lines_of, shown
 
-from northchat.tui.markdown import Markdown, Row, Span
+from northchat.tui.inline import Span
+from northchat.tui.markdown import Markdown, Row
 
 TEXT = """\
 # Title

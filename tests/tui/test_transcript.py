@@ -105,6 +105,14 @@ async def test_reasoning_unfolds_by_a_click() -> None:
         assert "  answer" in screen(pilot.app)
 
 
+async def test_a_long_message_of_the_users_is_folded() -> None:
+    async with showing(height=30) as (pilot, transcript):
+        transcript.add(UserText("\n".join(f"line {number}" for number in range(100))))
+        assert transcript.plain[-2:] == ["▌ line 11", "▌ ▸ 88 more lines"]
+        await pilot.click(offset=(4, 13))
+        assert transcript.plain[-1] == "▌ line 99"
+
+
 async def test_it_follows_the_end_unless_scrolled_up() -> None:
     async with showing() as (pilot, transcript):
         for number in range(30):
