@@ -207,12 +207,7 @@ class Client:
         except (httpx2.ConnectError, httpx2.ProxyError) as error:
             raise self._unreachable(str(error) or "connection refused") from error
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise ClientError(
-                f"The connection to {self._name()} broke ({type(error).__name__})",
-                "Ask again",
-                retryable=True,
-                code="connection_lost",
-            ) from error
+            raise self._lost(error) from error
 
     def _connect(self) -> "httpx2.AsyncClient":
         import httpx2
@@ -240,6 +235,13 @@ class Client:
     def _unreachable(self, why: str) -> ClientError:
         remedy = "Try `northchat engine status`" if self.endpoint.uds else "Is the server running? Check --base-url"
         return ClientError(f"Can't reach {self._name()} ({why})", remedy, retryable=True, code="unreachable")
+
+    def _lost(self, error: Exception) -> ClientError:
+        if self.endpoint.uds:
+            message, remedy = "The local engine went away", "Ask again; `northchat logs` may tell why"
+        else:
+            message, remedy = f"The connection to {self._origin} broke ({type(error).__name__})", "Ask again"
+        return ClientError(message, remedy, retryable=True, code="connection_lost")
 
 
 async def _data(response: "httpx2.Response") -> AsyncGenerator[str]:

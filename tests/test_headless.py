@@ -126,7 +126,7 @@ def test_an_engine_that_cannot_load_is_one_line(
     with serving_in_thread(lambda request: failed, socket) as server:
         monkeypatch.setattr(backend, "endpoint", lambda config: Endpoint(server.url, socket))
         assert headless.run(Config(), "hi") == 1
-    assert capfd.readouterr() == ("", "northchat: the file is damaged. `northchat logs` tells more\n")
+    assert capfd.readouterr() == ("", "northchat: the file is damaged\n")
 
 
 def start(config: Config, **streams: Any) -> "subprocess.Popen[bytes]":

@@ -97,7 +97,7 @@ class Attachment:
             raise self._error
         assert self.health is not None
         if self.health.status == "failed":
-            raise ClientError(self.health.message or "The engine failed", "`northchat logs` tells more", code="failed")
+            raise ClientError(self.health.message or "The engine failed; `northchat logs` tells why", code="failed")
         return self.health
 
     async def _follow(self) -> None:
