@@ -7,35 +7,30 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.driver import Driver
-from textual.widgets import Static
 from textual.worker import Worker
 
 from northchat import paths
 from northchat.agent import backend, commands, wording
-from northchat.agent.loop import Conversation
-from northchat.client import Client, ClientError, Endpoint, Health
+from northchat.client import Client, Endpoint, Health
 from northchat.config import Config
-from northchat.messages import Finish, Sampling, Stats
-from northchat.sanitize import clean
+from northchat.messages import Stats
 from northchat.tui import theme as themes
-from northchat.tui.blocks import Failure, Listing, Notice, Thinking, UserText, Welcome
+from northchat.tui.blocks import Failure, Listing, Notice, Thinking, Welcome
 from northchat.tui.layout import Palette
 from northchat.tui.link import Link, Locate
 from northchat.tui.prompt import Choice, History, Prompt
-from northchat.tui.reply import FLUSH_S, Reply
 from northchat.tui.status import State, StatusBar
+from northchat.tui.talk import NOWHERE, RETRY, Talk
 from northchat.tui.thrift import thrifty_driver
 from northchat.tui.transcript import Transcript
 
 QUIT_S = 2.0
 """Within so long of the first, a second Ctrl+C leaves."""
-RETRY = "Enter on the empty prompt tries again"
 KEYS = [
     ("Enter", "send"),
     ("Shift+Enter, Ctrl+J, \\ Enter", "new line"),
@@ -101,21 +96,17 @@ class ChatApp(App[None]):
         self._palette = Palette(self._look)
         self._transcript = Transcript(self._palette)
         self._status = StatusBar(self._palette, State())
-        self._queue_line = Static(id="queue", markup=False)
         self._prompt = Prompt(History(paths.state_dir() / "history.jsonl"), self._complete, self._palette)
-        self._queue: list[str] = [prompt] if prompt else []
         self._link = self._new_link()
         self._link_worker: Worker[None] | None = None
-        self._answer_worker: Worker[None] | None = None
-        self._retry: Callable[[], None] | None = None
         self._greeted = False
         self._restarts = 0
         self._quit_before = 0.0
         self.crash = ""
         self._choices: list[backend.Choice] = []
-        sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=config.seed)
-        # The client comes with the first answer: see _answer.
-        self._conversation = Conversation(self._no_client(), None, sampling, system=config.system)
+        self._talk = Talk(self, self._transcript, self._status, self._link, config)
+        if prompt:
+            self._talk.send(prompt)
 
     def get_driver_class(self) -> type[Driver]:
         return thrifty_driver(super().get_driver_class())
@@ -125,7 +116,7 @@ class ChatApp(App[None]):
 
     def compose(self) -> ComposeResult:
         yield self._transcript
-        yield self._queue_line
+        yield self._talk.queue_line
         yield self._prompt
         yield self._status
 
@@ -146,7 +137,7 @@ class ChatApp(App[None]):
     async def _start(self) -> None:
         if backend.needs_confirmation(self._config):
             await self._ask_about_server()
-        self._run_link()
+        self._run_link(self._new_link())
         self.run_worker(_warm_up, thread=True, name="warm-up")
         if self._config.base_url is None and self._config.model is None:
             for choice in await backend.find_servers():
@@ -170,7 +161,6 @@ class ChatApp(App[None]):
             backend.confirm(self._config)
         else:
             self._config = backend.switch(self._config, backend.DEFAULT_MODEL, [_OWN])
-            self._link = self._new_link()
 
     def _leave(self, code: int = 0) -> None:
         self.exit(return_code=code)
@@ -188,7 +178,7 @@ class ChatApp(App[None]):
             where = f"; the details are in {log}"
         except OSError:
             where = ""
-        error = sys.exc_info()[1]
+        error = sys.exc_info()[1] or self._exception
         self.crash = f"northchat: a fault in the terminal app ({type(error).__name__}){where}"
         self._close_messages_no_wait()
 
@@ -204,10 +194,8 @@ class ChatApp(App[None]):
             client=self._make_client,
         )
 
-    def _no_client(self) -> Client:
-        return Client(Endpoint("http://localhost/v1"))
-
-    def _run_link(self) -> None:
+    def _run_link(self, link: Link) -> None:
+        self._link = self._talk.link = link
         where = {"remote": self._link.remote, "device": "" if self._link.remote else self._config.device or ""}
         self._status.show(
             phase="connecting" if self._link.remote else "starting", model=self._config.model or "", **where
@@ -218,23 +206,24 @@ class ChatApp(App[None]):
         if health.core_restarts > self._restarts:
             self._transcript.add(Notice("The engine crashed and was started again.", "warning"))
         self._restarts = health.core_restarts
-        demo = health.can_call_tools is False
-        self._status.show(model=health.model, device=health.device, demo=demo)
+        demo = health.model == backend.DEFAULT_MODEL
+        limits = ("demo, chat only" if demo else "chat only") if health.can_call_tools is False else ""
+        self._status.show(model=health.model, device=health.device, limits=limits)
         if health.status == "failed":
             return
         if health.status == "loading":
             self._status.show(phase=wording.loading(health), stats=Stats())
             return
-        if not self._answering:
+        if not self._talk.answering:
             limit = health.max_model_len
             stats = self._status.state.stats
             self._status.show(phase="ready", stats=stats if stats.context_limit else Stats(context_limit=limit))
         if not self._greeted:
             self._greeted = True
-            notes = [*health.notes, *wording.limits(health, demo=health.model == backend.DEFAULT_MODEL)]
+            notes = [*health.notes, *wording.limits(health, demo=demo)]
             if notes:
                 self._transcript.add(Notice("\n".join(notes)))
-        self._pump()
+        self._talk.pump()
 
     def _on_lost(self, why: str) -> None:
         self._transcript.add(Notice(f"{why}; starting it again.", "warning"))
@@ -243,23 +232,18 @@ class ChatApp(App[None]):
     def _on_failure(self, message: str, remedy: str) -> None:
         self._transcript.add(Failure(message, remedy, RETRY))
         self._status.show(phase="failed", detail="")
-        self._retry = self._reconnect
+        self._talk.retry = self._reconnect
 
     def _reconnect(self) -> None:
         self._transcript.follow = True
         if self._link_worker is not None:
             self._link_worker.cancel()
-        self._link = self._new_link()
-        self._run_link()
+        self._run_link(self._new_link())
 
     # -- questions and answers -------------------------------------------------------------------------------------
 
-    @property
-    def _answering(self) -> bool:
-        return self._answer_worker is not None and not self._answer_worker.is_finished
-
     def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
-        retry, self._retry = self._retry, None
+        retry, self._talk.retry = self._talk.retry, None
         if not event.text:
             if retry:
                 retry()
@@ -272,63 +256,9 @@ class ChatApp(App[None]):
         if command:
             self._carry_out(command[0].name, command[1])
             return
-        self._queue.append(event.text)
-        self._pump()
+        self._talk.send(event.text)
         if retry == self._reconnect:
             retry()
-
-    def _pump(self) -> None:
-        """Sends the next queued message if somebody listens."""
-        if self._queue and self._link.ready and not self._answering:
-            text = self._queue.pop(0)
-            self._answer_worker = self.run_worker(self._answer(text), name="answer")
-        self._show_queue()
-
-    def _show_queue(self) -> None:
-        waiting = [clean(text).splitlines()[0] for text in self._queue]
-        self._queue_line.display = bool(waiting)
-        if waiting:
-            self._queue_line.update("\n".join(f"next  {line}" for line in waiting))
-
-    async def _answer(self, text: str) -> None:
-        assert self._link.client is not None
-        assert self._link.health is not None
-        conversation = self._conversation
-        conversation.client, conversation.model = self._link.client, self._link.health.model
-        kept = len(conversation.messages)
-        self._transcript.follow = True
-        self._transcript.add(UserText(text))
-        reply = Reply(self._transcript, self._status)
-        flusher = self.set_interval(FLUSH_S, reply.flush)
-        remark, failure = "", None
-        try:
-            async with aclosing(conversation.ask(text)) as events:
-                async for event in events:
-                    reply.take(event)
-                    if isinstance(event, Finish):
-                        remark = {"length": "Cut off at the token limit.", "error": "The engine failed here."}.get(
-                            event.reason, ""
-                        )
-        except asyncio.CancelledError:
-            remark = "Stopped."
-        except ClientError as error:
-            failure = Failure(error.message, error.remedy, RETRY)
-            self._retry = lambda: self._ask_again(text, kept)
-        finally:
-            flusher.stop()
-            reply.end(remark, failure)
-        self._status.show(phase="failed" if failure else "ready" if self._link.ready else "starting", detail="")
-        self.call_later(self._after_answer)
-
-    def _after_answer(self) -> None:
-        if not self._retry:
-            self._pump()
-
-    def _ask_again(self, text: str, kept: int) -> None:
-        """Takes back what a failed answer left in the conversation, and asks once more."""
-        self._conversation.messages[:] = self._conversation.messages[:kept]
-        self._queue.insert(0, text)
-        self._pump()
 
     # -- commands --------------------------------------------------------------------------------------------------
 
@@ -352,7 +282,7 @@ class ChatApp(App[None]):
             case "quit":
                 self._leave()
             case "clear":
-                self._clear()
+                self.run_worker(self._clear(), name="clear", group="command", exclusive=True)
             case "theme":
                 self.run_worker(self._choose_theme(argument), name="theme", group="command", exclusive=True)
             case "model":
@@ -370,9 +300,10 @@ class ChatApp(App[None]):
     def on_prompt_leave(self) -> None:
         self._leave()
 
-    def _clear(self) -> None:
+    async def _clear(self) -> None:
         self._stop_answer()
-        self._conversation.clear()
+        await self._talk.stopped()
+        self._talk.conversation.clear()
         self._transcript.clear()
         self._transcript.add(Welcome())
         health = self._link.health
@@ -407,7 +338,7 @@ class ChatApp(App[None]):
         self._status.set_palette(self._palette)
 
     async def _choose_model(self, wanted: str) -> None:
-        client = self._link.client or self._no_client()
+        client = self._link.client or Client(Endpoint(NOWHERE))
         self._choices = await backend.choices(self._config, client)
         if not wanted:
             from northchat.tui.dialogs import Picker
@@ -422,34 +353,31 @@ class ChatApp(App[None]):
             return
         self._config = config
         self._stop_answer()
+        await self._talk.stopped()
         if self._link_worker is not None:
             self._link_worker.cancel()
         await self._link.aclose()
         self._greeted = False
         self._restarts = 0
-        self._link = self._new_link()
-        at = f" at {self._link.remote}" if self._link.remote else ""
+        link = self._new_link()
+        at = f" at {link.remote}" if link.remote else ""
         self._transcript.add(Notice(f"Switching to {config.model or 'the default model'}{at}."))
-        self._run_link()
+        self._run_link(link)
 
     # -- keys ------------------------------------------------------------------------------------------------------
 
     def action_stop(self) -> None:
         if self._prompt.close_completions():
             return
-        if self._answering:
+        if self._talk.answering:
             self._stop_answer()
         else:
             self.screen.clear_selection()
 
     def _stop_answer(self) -> None:
         """What was queued goes back to the prompt: it may no longer be wanted as it is."""
-        if self._answering and self._answer_worker is not None:
-            self._answer_worker.cancel()
-        if self._queue:
-            self._prompt.text = "\n".join(filter(None, [*self._queue, self._prompt.text]))
-            self._queue.clear()
-            self._show_queue()
+        if unsent := self._talk.stop():
+            self._prompt.text = "\n".join(filter(None, [*unsent, self._prompt.text]))
 
     def action_interrupt(self) -> None:
         selected = self._prompt.selected_text or self.screen.get_selected_text()

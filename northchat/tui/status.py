@@ -30,8 +30,8 @@ class State(msgspec.Struct, frozen=True):
     device: str = ""
     remote: str = ""
     """Host of a server that isn't ours; it is always shown."""
-    demo: bool = False
-    """The model is a demonstration that chats only."""
+    limits: str = ""
+    """What the model can't do, such as `chat only`."""
     stats: Stats = msgspec.field(default_factory=Stats)
     hint: str = ""
     """For a moment, in place of everything else."""
@@ -63,7 +63,7 @@ def parts(state: State) -> list[Part]:
         Part(first, "muted", 3),
         Part(cached, "muted", 1, right=True),
         Part(wording.context(stats), "muted", 4, right=True),
-        Part("demo, chat only" if state.demo else "", "warning", 5, right=True),
+        Part(state.limits, "warning", 5, right=True),
         Part(state.model, "foreground", 6, right=True),
         Part(f"at {state.remote}" if state.remote else "", "warning", 9, right=True),
         Part(state.device, "muted", 2, right=True),

@@ -6,6 +6,7 @@ import pytest
 from scripted_client import FINISH, LOADING, READY, STATS, Script, answer, sees, sees_no, shown_by, until
 from textual.pilot import Pilot
 
+from northchat.agent import backend
 from northchat.client import ClientError, Health, LoadProgress
 from northchat.config import Config
 from northchat.messages import Finish, Progress, Reasoning, Stats, Text, Usage
@@ -275,6 +276,38 @@ async def test_clear_forgets() -> None:
         await say(pilot, "second")
         await sees(pilot, "  two")
     assert contents(script) == [("user", "second")]
+
+
+async def test_clear_in_the_middle_of_an_answer_forgets_that_too() -> None:
+    script = Script([[Text("half an ans"), asyncio.Event()], answer("two")])
+    async with script.app().run_test(size=SIZE) as pilot:
+        await sees(pilot, "ready")
+        await say(pilot, "first")
+        await sees(pilot, "half an ans")
+        await say(pilot, "/clear")
+        await sees_no(pilot, "half an ans")
+        await say(pilot, "second")
+        await sees(pilot, "  two")
+    assert contents(script) == [("user", "second")]
+
+
+async def test_servers_found_on_this_machine_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(*ports: object) -> list[backend.Choice]:
+        return [backend.Choice("qwen3", "http://127.0.0.1:11434/v1", "Ollama")]
+
+    monkeypatch.setattr(backend, "find_servers", found)
+    script = Script([answer("hi")])
+    async with script.app(Config()).run_test(size=SIZE) as pilot:
+        await sees(pilot, "Ollama serves qwen3 on this machine; /model qwen3 switches to it")
+        await sees(pilot, "● ready")
+        await say(pilot, "/model")
+        await sees(pilot, "qwen3         Ollama")
+        await pilot.press("down", "enter")
+        await sees(pilot, "Switching to qwen3 at 127.0.0.1:11434.")
+        await sees(pilot, "qwen3 · at 127.0.0.1:11434")
+        await say(pilot, "hello")
+        await sees(pilot, "  hi")
+    assert script.models_asked == ["qwen3"]
 
 
 async def test_ctrl_c_clears_and_twice_leaves() -> None:

@@ -10,7 +10,7 @@ FULL = State(
     phase="answering",
     model="smollm2-135m",
     device="CPU, 2 threads",
-    demo=True,
+    limits="demo, chat only",
     stats=Stats(tok_s=84.2, ttft_s=0.21, context_used=812, context_limit=8_192, cached_tokens=512),
 )
 
