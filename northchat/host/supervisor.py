@@ -141,11 +141,12 @@ class Supervisor:
     def unavailable(self) -> ApiError:
         health = self._state.health
         if health.status == "failed":
-            return ApiError(503, health.message or "The engine failed.", code="engine_failed", retry=False)
+            return ApiError(500, health.message or "The engine failed.", code="engine_failed", retry=False)
         what = f" ({health.progress.what})" if health.progress else ""
-        return ApiError(
-            503, f"The model is loading{what}; try again shortly.", code="model_loading", retry_after=2, retry=True
-        )
+        # After a crash its files are in memory still.
+        seconds = 1 if health.core_restarts else 2
+        message = f"The model is loading{what}; try again shortly."
+        return ApiError(503, message, code="model_loading", retry_after=seconds, retry=True)
 
     # Life
 

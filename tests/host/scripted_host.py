@@ -15,11 +15,19 @@ class ScriptedModel(Model):
     def fetch(self, progress: Callable[[str, int, int], None]) -> ModelFiles:
         progress("downloading", 1, 2)
         config = {"eos_token_id": 258}
-        return ModelFiles(self.path, self.path, config, None)
+        return ModelFiles(self.path, self.path, config, _template(self.path))
+
+
+def _template(path: Path) -> str | None:
+    """A chat template beside the script; with one, the model can call tools."""
+    template = path.with_suffix(".jinja")
+    return template.read_text() if template.exists() else None
 
 
 def resolve(name: str) -> Model:
-    return ScriptedModel("scripted", Path(name), "hf", "chatml", False, Sampling(temperature=0.0))
+    path = Path(name)
+    tools = _template(path) is not None
+    return ScriptedModel("scripted", path, "hf", "template" if tools else "chatml", tools, Sampling(temperature=0.0))
 
 
 def parts() -> main.Parts:
