@@ -225,7 +225,6 @@ async def in_background(work: Callable[[], T]) -> T:
 def make_format(model: "Model", files: "ModelFiles", tokenizer: "Tokenizer") -> "ChatFormat":
     """Raises TurnError when the model's files don't go with its format."""
     from northchat.chat.chatml import ChatML, own_system
-    from northchat.chat.north import North
     from northchat.chat.stream import TurnError
     from northchat.chat.template import TemplateFormat
 
@@ -233,8 +232,6 @@ def make_format(model: "Model", files: "ModelFiles", tokenizer: "Tokenizer") -> 
         case "chatml":
             system = None if files.chat_template is None else own_system(files.chat_template)
             return ChatML(tokenizer, model.defaults, system)
-        case "north":
-            return North(tokenizer, model.defaults, files.chat_template)
         case "template":
             return TemplateFormat(
                 tokenizer,
