@@ -50,9 +50,11 @@ class Rig:
         self._overlap = overlap
         self._flight: tuple[int, Launch] | None = None
 
-    def add(self, rid: int, prompt: Sequence[int], max_tokens: int = 4, **more: object) -> Got:
+    def add(
+        self, rid: int, prompt: Sequence[int], max_tokens: int = 4, sampling: Sampling | None = None, **more: object
+    ) -> Got:
         self.got[rid] = Got()
-        refusal = self.scheduler.add(Submit(rid, list(prompt), max_tokens, Sampling(), **more))
+        refusal = self.scheduler.add(Submit(rid, list(prompt), max_tokens, sampling or Sampling(), **more))
         self._take([refusal] if refusal else [])
         return self.got[rid]
 
