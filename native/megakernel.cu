@@ -14,8 +14,8 @@
 #include "dims.h"
 
 namespace {
-// Registers move from the third warpgroup (producer, helper, two idle warps) to the consumers.
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
+// Registers move from the third warpgroup (producer, helper, router, watchdog) to the consumers.
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 192, OTHER_REGISTERS = 120;
 constexpr int MAX_QKV_CHANNELS = 128, MAX_OPROJ_UNITS = 32;  // schedule.py checks these
 enum Phase { PH_WEIGHTS = 1, PH_SLOT, PH_H1, PH_H2A, PH_H3A, PH_ACTIVATIONS, PH_RESULTS, PH_TOKEN, PH_DRAIN };
 enum Counter { C_RESIDUAL, C_TOKEN, C_QKV, C_ATTENTION = 16 };  // a line of 128 bytes each
@@ -42,17 +42,11 @@ template <class D> struct Shared {
   uint32_t rope[HEAD_DIM / 2];            // cosine and sine at this position
   Task tasks[KINDS * MAX_TASKS];
   float scale;                            // 1 / root mean square of the residual
+  int pages[2][32];                       // physical pages that this SM reads, full and sliding layers
   uint8_t order[32];                      // slots in the order of consumption, the producer's own notes
   int meeting;                            // slot where the warps' parts of the attention meet
-  int gone;                               // set when a wait ran out: nothing waits any more, the step runs to its end
+  int gone[3];                            // [0] set: nothing waits any more; [1] who noticed first; [2] roles that have finished
 };
-
-// Sets the error word (the first one wins) and ends this block's waits.
-__device__ __forceinline__ void fail(int* out, int* gone, int sm, int layer, int phase) {
-  const unsigned long long word = (unsigned long long)(0x80000000u | layer << 16 | phase) << 32 | (unsigned)sm;
-  atomicCAS((unsigned long long*)(out + 2), 0ull, word);
-  *(volatile int*)gone = 1;
-}
 
 struct Block {
   const StepArgs& A;
@@ -62,17 +56,14 @@ struct Block {
   __device__ __forceinline__ void tick(int layers, int event, long long value) const {
     if (A.ticks) A.ticks[((size_t)sm * (layers + 1) + layer) * 24 + event] = value;
   }
-  // Every wait of the kernel. One that runs out, here or in any other block, ends all later ones at once.
+  // Every wait of the kernel. When the watchdog's patience ends, or another block's, all waits end at once and the step runs to its end on
+  // whatever is there; the first to notice leaves layer and phase. Small, as every copy of it is code that must stay cached.
   template <class F> __device__ __forceinline__ void wait(F ready, int phase) const {
-    if (ready()) return;
-    const long long start = ptx::now();
-    for (unsigned n = 1; !ready(); n++) {
-      if (*(volatile int*)gone) return;
-      if (n % 16 == 0) {
-        if (ptx::relaxed((const unsigned*)A.out + 3)) { *(volatile int*)gone = 1; return; }
-        if (ptx::now() - start > A.timeout_ns) { fail(A.out, gone, sm, layer, phase); return; }
+    while (!ready())
+      if (*(volatile int*)gone) {
+        atomicCAS(gone + 1, 0, 1 << 30 | layer << 8 | phase);
+        return;
       }
-    }
   }
   __device__ __forceinline__ void wait_bar(uint64_t* bar, unsigned parity, int phase) const {
     wait([&] { return ptx::passed(bar, parity & 1); }, phase);
@@ -109,8 +100,9 @@ template <class D> struct Share {
 // layer n+1 before all have done with layer n's (H1), so what else can be there is the layer before.
 __device__ __forceinline__ uint32_t tagged(float v, unsigned n) { return __float_as_uint(v) & ~3u | n & 3; }
 __device__ __forceinline__ float untagged(uint32_t v) { return __uint_as_float(v & ~3u); }
-__device__ __forceinline__ bool fresh(uint32_t v, unsigned n) { return (v & 3) == (n & 3); }
-__device__ __forceinline__ bool fresh(uint4 v, unsigned n) { return fresh(v.x, n) && fresh(v.y, n) && fresh(v.z, n) && fresh(v.w, n); }
+// Nonzero in the two lowest bits: a word of another layer is among them.
+__device__ __forceinline__ uint32_t stale(uint2 v, unsigned n) { return v.x ^ n | v.y ^ n; }
+__device__ __forceinline__ uint32_t stale(uint4 v, unsigned n) { return v.x ^ n | v.y ^ n | v.z ^ n | v.w ^ n; }
 constexpr float NOTHING = -1e30f;  // the maximum of no scores
 
 template <class D> __device__ __forceinline__ const Task* program(const Shared<D>& s, int layer) {
@@ -128,8 +120,9 @@ __device__ __forceinline__ unsigned long long count_of(const StepArgs& A, unsign
   return (n / 3 * (A.num_sms + 1) & 0xff) + A.num_sms;
 }
 __device__ __forceinline__ float number(unsigned long long sum) { return (float)((long long)sum >> 8); }
-// A power of two: the unit of the fixed-point numbers is 2^-30 of the residual's magnitude 1 / scale.
-__device__ __forceinline__ float fixed_point(float scale) { return 0x1p30f / __uint_as_float(__float_as_uint(1.f / scale) & 0x7f800000u); }
+// A power of two: the unit of the fixed-point numbers is 2^-30 of the residual's magnitude 1 / scale, rounded up.
+__device__ __forceinline__ float fixed_point(float scale) { return 0x1p30f * __uint_as_float(__float_as_uint(scale) & 0x7f800000u); }
+__device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
 // Where a warp leaves its part of a head's attention: over the keys and values of its own 8 tokens, which only it reads; the newest
 // token alone, which has no page, goes to the buffer of finished rows, idle at that time.
@@ -156,92 +149,85 @@ template <class D> struct Ahead {
 template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32, splits = A.num_sms / D::KV_HEADS;
-  Block b{A, &s.gone, (int)blockIdx.x, 0};
-  // Loads and consumption follow different orders: pages of the KV cache are loaded before the experts that are consumed first, as
-  // experts are known late. Load k takes the slot that the (k - SLOTS)-th consumed chunk leaves.
-  unsigned it = 0, base = 0, used = 0, phases = 0;  // loads so far; the layer's first consumption; per slot: ever used, parity of its last use
-  unsigned long long recent = 0;                    // slots of the last loads, a nibble each
-  if (lane < SLOTS) s.order[(lane - SLOTS) & 31] = lane;
-  __syncwarp();
-  auto issue = [&](const char* from, int bytes, unsigned consumed) {
-    if (lane == 0) {
-      const unsigned slot = s.order[(it - SLOTS) & 31], bit = 1u << slot;
-      s.order[consumed & 31] = slot;
-      if (used & bit) b.wait_bar(&s.empty[slot], phases >> slot, PH_SLOT), phases ^= bit;
-      used |= bit;
-      if (it >= A.in_flight) {
-        const unsigned last = recent >> 4 * (A.in_flight - 1) & 15;
-        if (last != slot) b.wait_bar(&s.full[last], phases >> last, PH_WEIGHTS);
-      }
-      recent = recent << 4 | slot;
-      if (!*(volatile int*)&s.gone) {
-        ptx::expect(&s.full[slot], bytes);
-        ptx::copy(ring + (size_t)slot * L::SLOT, from, bytes, &s.full[slot]);
-      }
-    }
-    it++;
-  };
-  // The first 32 of this SM's pages in both groups: the same in all layers of a group.
-  int pages_full = -1, pages_sliding = -1;
+  Block b{A, s.gone, (int)blockIdx.x, 0};
+  // The first of this SM's pages in both groups are the same in all layers of a group.
   for (int t = 0; t < MAX_TASKS; t++)
     if (s.tasks[t].op == ATTENTION && s.tasks[t].count >= 0) {
       const Share<D> f(A, 0, s.tasks[t].count), w(A, 1, s.tasks[t].count);
-      if (lane < f.mine) pages_full = A.table_full[f.first + s.tasks[t].count + lane * splits];
-      if (lane < w.mine) pages_sliding = A.table_sliding[w.first + s.tasks[t].count + lane * splits];
+      if (lane < f.mine) s.pages[0][lane] = A.table_full[f.first + s.tasks[t].count + lane * splits];
+      if (lane < w.mine) s.pages[1][lane] = A.table_sliding[w.first + s.tasks[t].count + lane * splits];
     }
+  // Loads and consumption follow different orders: pages of the KV cache are loaded before the experts that are consumed first, as
+  // experts are known late. Load k takes the slot that the (k - SLOTS)-th consumed chunk leaves.
+  if (lane < SLOTS) s.order[(lane - SLOTS) & 31] = lane;
+  __syncwarp();
+  if (lane) return;
+  unsigned it = 0, next = 0, used = 0, phases = 0;  // loads, consumptions so far; per slot: ever used, parity of its last use
+  unsigned long long recent = 0;                    // slots of the last loads, a nibble each
   LayerPointers following = A.layers[0];
+#pragma unroll 1
   for (int layer = 0; layer <= D::LAYERS; layer++) {
     b.layer = layer;
     const LayerPointers w = following;
     if (layer < D::LAYERS) following = A.layers[layer + 1];
-    bool routed = false;
     const Ahead<D> ahead(A, s, layer);
-    auto pages = [&](const Task* t, int from, int to, unsigned consumed) {
-      const Share<D> share(A, layer, t->count);
-      const bool full = L::full(layer);
-      for (int k = from; k < to; k++) {
-        int page = __shfl_sync(~0u, full ? pages_full : pages_sliding, k % 32);
-        if (k >= 32) page = (full ? A.table_full : A.table_sliding)[share.first + t->count + k * splits];
-        const long long tile = ((long long)L::in_group(layer) * (full ? A.pages_full : A.pages_sliding) + page) * D::KV_HEADS;
-        issue((full ? A.kv_full : A.kv_sliding) + (tile + t->first) * L::PAGE_TILE, L::PAGE_TILE, consumed + k);
-      }
-    };
-    unsigned next = base;  // position in the order of consumption
+    const int sliding = !L::full(layer);
+    bool routed = !layer;
+#pragma unroll 1
     for (const Task* t = program<D>(s, layer); t->op != END; t++) {
-      if (t->op == QKV) {
-        for (int u = t->first; u < t->first + t->count; u++) {
-          const int before = L::pieces_before(u);
-          issue(w.qkv + (size_t)u * L::ROW_CHUNK + (size_t)before * L::ROUTER_PIECE,
-                L::ROW_CHUNK + (L::pieces_before(u + 1) - before) * L::ROUTER_PIECE, next++);
-        }
-        if (ahead.pages) pages(ahead.attention, 0, ahead.pages, next + ahead.experts);
-      } else if (t->op == EXPERTS_OP) {
-        if (layer && !routed) {
-          routed = true;
-          b.wait_bar(&s.routed, layer - 1, PH_ACTIVATIONS);
-          if (lane == 0) b.tick(D::LAYERS, 18, ptx::now());
-        }
-        for (int u = t->first; u < t->first + t->count; u++) {
-          const int rank = layer ? u / L::EXPERT_UNITS : 0;
-          const size_t unit = layer ? (size_t)s.experts[rank] * L::EXPERT_UNITS + u % L::EXPERT_UNITS : u;
-          const char* from = w.experts + unit * L::EXPERT_UNIT;
-          issue(from, L::ROW_CHUNK, next++);
-          issue(from + L::ROW_CHUNK, L::ROW_CHUNK, next++);
-          issue(from + 2 * L::ROW_CHUNK, L::COLUMN_CHUNK, next++);
-        }
-      } else if (t->op == ATTENTION) {
-        const int mine = Share<D>(A, layer, t->count).mine;
-        pages(t, ahead.pages, mine, next);
-        next += mine;
-      } else if (t->op == OPROJ) {
-        for (int u = t->first; u < t->first + t->count; u++) issue(w.oproj + (size_t)u * L::COLUMN_CHUNK, L::COLUMN_CHUNK, next++);
-      } else {
-        for (int u = t->first; u < t->first + t->count; u++) issue(w.qkv + (size_t)u * L::ROW_CHUNK, L::ROW_CHUNK, next++);
+      const int op = t->op, mine = op == ATTENTION ? Share<D>(A, layer, t->count).mine : 0;
+      const int chunks = op == ATTENTION ? mine : op == EXPERTS_OP ? 3 * t->count : t->count, early = op == QKV ? ahead.pages : 0;
+      if (op == EXPERTS_OP && !routed) {
+        routed = true;
+        b.wait_bar(&s.routed, layer - 1, PH_ACTIVATIONS);
+        b.tick(D::LAYERS, 18, ptx::now());
       }
+#pragma unroll 1
+      for (int c = op == ATTENTION ? ahead.pages : 0; c < chunks + early; c++) {
+        const char* from;
+        int bytes = L::ROW_CHUNK;
+        unsigned consumed = next + c;
+        if (op == ATTENTION || c >= chunks) {
+          const Task* attention = op == ATTENTION ? t : ahead.attention;
+          const int k = op == ATTENTION ? c : c - chunks;
+          if (op == QKV) consumed += ahead.experts;
+          int page;
+          if (k < 32) page = s.pages[sliding][k];
+          else page = (sliding ? A.table_sliding : A.table_full)[Share<D>(A, layer, 0).first + attention->count + k * splits];
+          const long long tile = ((long long)L::in_group(layer) * (sliding ? A.pages_sliding : A.pages_full) + page) * D::KV_HEADS + attention->first;
+          from = (sliding ? A.kv_sliding : A.kv_full) + tile * L::PAGE_TILE, bytes = L::PAGE_TILE;
+        } else if (op == EXPERTS_OP) {
+          const int u = t->first + c / 3, piece = c % 3;
+          const int unit = layer ? s.experts[u / L::EXPERT_UNITS] * L::EXPERT_UNITS + u % L::EXPERT_UNITS : u;
+          from = w.experts + (size_t)unit * L::EXPERT_UNIT + piece * L::ROW_CHUNK, bytes = piece == 2 ? L::COLUMN_CHUNK : L::ROW_CHUNK;
+        } else if (op == OPROJ) {
+          from = w.oproj + (size_t)(t->first + c) * L::COLUMN_CHUNK, bytes = L::COLUMN_CHUNK;
+        } else {
+          const int u = t->first + c;
+          from = w.qkv + (size_t)u * L::ROW_CHUNK;
+          if (op == QKV) {
+            const int before = L::pieces_before(u);
+            from += before * L::ROUTER_PIECE, bytes += (L::pieces_before(u + 1) - before) * L::ROUTER_PIECE;
+          }
+        }
+        const unsigned slot = s.order[(it - SLOTS) & 31], bit = 1u << slot;
+        s.order[consumed & 31] = slot;
+        if (used & bit) b.wait_bar(&s.empty[slot], phases >> slot, PH_SLOT), phases ^= bit;
+        used |= bit;
+        if (it >= A.in_flight) {
+          const unsigned last = recent >> 4 * (A.in_flight - 1) & 15;
+          if (last != slot) b.wait_bar(&s.full[last], phases >> last, PH_WEIGHTS);
+        }
+        recent = recent << 4 | slot;
+        it++;
+        if (*(volatile int*)s.gone) continue;
+        ptx::expect(&s.full[slot], bytes);
+        ptx::copy(ring + slot * L::SLOT, from, bytes, &s.full[slot]);
+      }
+      next += chunks;
     }
-    base = next;
   }
-  if (lane == 0 && *(volatile int*)&s.gone) {  // nothing may land after the block has left
+  if (*(volatile int*)s.gone) {  // nothing may land after the block has left
     const long long start = ptx::now();
     for (int i = 0; i < SLOTS; i++)
       while (used >> i & 1 && !ptx::passed(&s.full[i], phases >> i & 1) && ptx::now() - start < 1000000) {}
@@ -253,7 +239,7 @@ template <class D> __device__ void route(const StepArgs& A, Shared<D>& s) {
   using L = Layout<D>;
   constexpr int N = D::EXPERTS / 32;
   const int lane = threadIdx.x % 32;
-  Block b{A, &s.gone, (int)blockIdx.x, 0};
+  Block b{A, s.gone, (int)blockIdx.x, 0};
   for (int layer = 0; layer < D::LAYERS; layer++) {
     b.layer = layer;
     const unsigned n = A.epoch * D::LAYERS + layer;
@@ -319,13 +305,13 @@ __device__ __forceinline__ float gumbel(unsigned long long seed, unsigned positi
     c0 = h1 ^ c1 ^ k0, c1 = l1, c2 = h0 ^ c3 ^ k1, c3 = l0;
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
-  return -logf(-logf(((c0 >> 8) + 0.5f) * 0x1p-24f));
+  return -__logf(-__logf(((c0 >> 8) + 0.5f) * 0x1p-24f));
 }
 
 template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32;
-  Block b{A, &s.gone, (int)blockIdx.x, 0};
+  Block b{A, s.gone, (int)blockIdx.x, 0};
   unsigned groups = 0, queries = 0;
   float best = -INFINITY;
   int token = 0x7fffffff;
@@ -336,12 +322,15 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
     b.layer = layer;
     const unsigned n = A.epoch * D::LAYERS + layer;
     const bool rotary = layer == 0 || !L::full(layer);
+#pragma unroll 1
     for (const Task* t = program<D>(s, layer); t->op != END; t++) {
       if (t->op == QKV || t->op == HEAD) {
+#pragma unroll 1
         for (int at = 0; at < t->count; at += GROUP, groups++) {
           const int buffer = groups & 1, rows = min(GROUP, t->count - at) * UNIT;
           b.wait_bar(&s.rows_full[buffer], groups >> 1, PH_RESULTS);
           const float scale = s.scale;
+#pragma unroll 1
           for (int base = 0; base < rows; base += 32) {
             const int i = base + lane, row = (t->first + at) * UNIT + i;
             const bool live = i < rows;
@@ -383,6 +372,7 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         const size_t at = (size_t)t->count * D::HEADS + t->first * GROUP;
         if (!share.mine && !share.newest) {
           const uint32_t zero = tagged(0, n);
+#pragma unroll 1
           for (int i = 0; i < GROUP; i++) ptx::store4(A.partials + (at + i) * HEAD_DIM + lane * 4, make_uint4(zero, zero, zero, zero));
           if (lane < GROUP) ptx::store2(A.softmax + (at + lane) * 2, make_uint2(tagged(NOTHING, n), zero));
           if (lane == 0) ptx::relaxed_add(b.counter(C_ATTENTION + t->first), 1);
@@ -390,17 +380,15 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         }
         const uint32_t* from = A.qkv + (size_t)t->first * L::GROUP_UNITS * UNIT + lane * 4;
         uint4 word[GROUP + 2];
-        unsigned missing = (1u << (GROUP + 2)) - 1;
         if (lane == 0) b.wait_hint(C_QKV + t->first, (n + 1) * L::GROUP_UNITS, PH_H2A, 0);
         __syncwarp();
         b.wait([&] {
+          uint32_t old = 0;
 #pragma unroll
-          for (int i = 0; i < GROUP + 2; i++)
-            if (missing >> i & 1) word[i] = ptx::load4(from + i * HEAD_DIM);
+          for (int i = 0; i < GROUP + 2; i++) word[i] = ptx::load4(from + i * HEAD_DIM);
 #pragma unroll
-          for (int i = 0; i < GROUP + 2; i++)
-            if (fresh(word[i], n)) missing &= ~(1u << i);
-          return !missing;
+          for (int i = 0; i < GROUP + 2; i++) old |= stale(word[i], n);
+          return !(old & 3);
         }, PH_H2A);
         __syncwarp();
         const float scale = 0.08838834764831845f * LOG2E;  // 1 / sqrt(128), for powers of two
@@ -423,13 +411,17 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         if (lane == 0) b.tick(D::LAYERS, 21, ptx::now());
         const int warps = share.mine ? WARPS : 1, head = lane % GROUP;
         float top = -INFINITY, total = 0;
+#pragma unroll 1
         for (int w = 0; w < warps; w++) top = fmaxf(top, s.maxima[w * GROUP + head]);
         top = untagged(__float_as_uint(top));  // any number near the maximum will do, if all use the same
-        for (int w = 0; w < warps; w++) total += s.totals[w * GROUP + head] * exp2f(s.maxima[w * GROUP + head] - top);
+#pragma unroll 1
+        for (int w = 0; w < warps; w++) total += s.totals[w * GROUP + head] * ptx::exp2(s.maxima[w * GROUP + head] - top);
         __syncwarp();
-        for (int w = lane / GROUP; w < warps; w += 32 / GROUP) s.maxima[w * GROUP + head] = exp2f(s.maxima[w * GROUP + head] - top);
+#pragma unroll 1
+        for (int w = lane / GROUP; w < warps; w += 32 / GROUP) s.maxima[w * GROUP + head] = ptx::exp2(s.maxima[w * GROUP + head] - top);
         __syncwarp();
         char* slot = ring + s.meeting * L::SLOT;
+#pragma unroll 1
         for (int i = 0; i < GROUP; i++) {
           float4 v = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -449,63 +441,57 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
         // 32 channels at a time: 8 lanes a split, 4 splits at once, and all loads on their way before the first is needed.
         const int splits = A.num_sms / D::KV_HEADS, end = t->count * UNIT;
         if (lane == 0)
+#pragma unroll 1
           for (int g = t->first * UNIT / HEAD_DIM / GROUP; g <= (t->first * UNIT + end - 1) / HEAD_DIM / GROUP; g++)
             b.wait_hint(C_ATTENTION + g, (n + 1) * splits, PH_H3A, 200);
         __syncwarp();
+#pragma unroll 1
         for (int base = 0; base < end; base += 32) {
           constexpr int B = 9, M = L::MAX_SPLITS / 32;
           const int own = base + lane % 8 * 4, channel = t->first * UNIT + min(own, end - 4);
           const int heads[2] = {(t->first * UNIT + base) / HEAD_DIM, (t->first * UNIT + min(base + 31, end - 1)) / HEAD_DIM};
           float m[2][M], sums[2][M];
           uint4 v[B];
-          unsigned missing = 0;
+          float4 o = make_float4(0, 0, 0, 0);
+          const float* weights = s.weights[channel / HEAD_DIM != heads[0]];
           // Parts of splits from..from+35; with the first of them the softmaxes of all.
-          auto fetch = [&](int from) {
-            missing = from ? (1u << B) - 1 : (1u << (B + 2 * M)) - 1;
+#pragma unroll 1
+          for (int from = 0; from < splits; from += 4 * B) {
             b.wait([&] {
-#pragma unroll
-              for (int i = 0; i < B; i++) {
-                const int split = min(from + 4 * i + lane / 8, splits - 1);
-                if (missing >> i & 1) v[i] = ptx::load4(A.partials + (size_t)split * D::HEADS * HEAD_DIM + channel);
-              }
-#pragma unroll
-              for (int j = 0; j < 2 * M; j++) {
-                const int split = lane + 32 * (j % M);
-                if (missing >> (B + j) & 1) {
-                  uint2 w = make_uint2(tagged(NOTHING, n), tagged(0, n));
-                  if (split < splits) w = ptx::load2(A.softmax + ((size_t)split * D::HEADS + heads[j / M]) * 2);
-                  m[j / M][j % M] = untagged(w.x), sums[j / M][j % M] = untagged(w.y);
-                  if (fresh(w.x, n) && fresh(w.y, n)) missing &= ~(1u << (B + j));
-                }
-              }
+              uint32_t old = 0;
 #pragma unroll
               for (int i = 0; i < B; i++)
-                if (fresh(v[i], n)) missing &= ~(1u << i);
-              return !missing;
+                v[i] = ptx::load4(A.partials + (size_t)min(from + 4 * i + lane / 8, splits - 1) * D::HEADS * HEAD_DIM + channel);
+              if (!from)
+#pragma unroll
+                for (int j = 0; j < 2 * M; j++) {
+                  const uint2 w = ptx::load2(A.softmax + ((size_t)min(lane + 32 * (j % M), splits - 1) * D::HEADS + heads[j / M]) * 2);
+                  m[j / M][j % M] = lane + 32 * (j % M) < splits ? untagged(w.x) : NOTHING, sums[j / M][j % M] = untagged(w.y);
+                  old |= stale(w, n);
+                }
+#pragma unroll
+              for (int i = 0; i < B; i++) old |= stale(v[i], n);
+              return !(old & 3);
             }, PH_H3A);
             __syncwarp();
-          };
-          fetch(0);
-          if (lane == 0) b.tick(D::LAYERS, 23, ptx::now());
+            if (!from) {
+              if (lane == 0) b.tick(D::LAYERS, 23, ptx::now());
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            float top = NOTHING, sum = 0;
+              for (int k = 0; k < 2; k++) {
+                float top = NOTHING, sum = 0;
 #pragma unroll
-            for (int i = 0; i < M; i++) top = fmaxf(top, m[k][i]);
+                for (int i = 0; i < M; i++) top = fmaxf(top, m[k][i]);
+#pragma unroll 1
+                for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
 #pragma unroll
-            for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+                for (int i = 0; i < M; i++) m[k][i] = ptx::exp2(m[k][i] - top), sum = fmaf(m[k][i], sums[k][i], sum);
+#pragma unroll 1
+                for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
 #pragma unroll
-            for (int i = 0; i < M; i++) m[k][i] = exp2f(m[k][i] - top), sum = fmaf(m[k][i], sums[k][i], sum);
-#pragma unroll
-            for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-#pragma unroll
-            for (int i = 0; i < M; i++) s.weights[k][lane + 32 * i] = m[k][i] / sum;
-          }
-          __syncwarp();
-          const float* weights = s.weights[channel / HEAD_DIM != heads[0]];
-          float4 o = make_float4(0, 0, 0, 0);
-          for (int from = 0; from < splits; from += 4 * B) {
-            if (from) fetch(from);
+                for (int i = 0; i < M; i++) s.weights[k][lane + 32 * i] = m[k][i] * ptx::reciprocal(sum);
+              }
+              __syncwarp();
+            }
 #pragma unroll
             for (int i = 0; i < B; i++) {
               const int split = from + 4 * i + lane / 8;
@@ -536,6 +522,7 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
   }
   if (__shfl_sync(~0u, arrived, 0) != (A.epoch + 1) * A.num_sms) return;
   best = -INFINITY, token = 0x7fffffff;  // the last one to arrive decides
+#pragma unroll 1
   for (int i = lane; i < A.num_sms; i += 32) {
     const float2 v = ptx::load2((const float*)A.best + 2 * i);
     better(v.x, __float_as_int(v.y));
@@ -561,7 +548,7 @@ template <class D> struct Consumer {
   unsigned waited = 0;  // cycles, for the timeline
 
   __device__ __forceinline__ Consumer(const StepArgs& A, Shared<D>& s, char* ring)
-      : A(A), s(s), ring(ring), b{A, &s.gone, (int)blockIdx.x, 0}, tid(threadIdx.x), warp(tid / 32), lane(tid % 32), g(lane / 4), t(lane % 4) {}
+      : A(A), s(s), ring(ring), b{A, s.gone, (int)blockIdx.x, 0}, tid(threadIdx.x), warp(tid / 32), lane(tid % 32), g(lane / 4), t(lane % 4) {}
 
   __device__ __forceinline__ void sync() const { ptx::sync<1, CONSUMERS>(); }
   __device__ __forceinline__ bool timing() const { return A.ticks && tid == 0; }
@@ -627,7 +614,7 @@ template <class D> struct Consumer {
       }, PH_H1);
       __syncwarp();
       if (timing()) tick(1, ptx::now());
-      const float unit = 1.f / fixed_point(scale);
+      const float unit = inverse_of_power(fixed_point(scale));
 #pragma unroll
       for (int i = 0; i < L::ROWS; i++) h[i] = fmaf(number(v[i]), unit, h[i]);
       before = unit;
@@ -735,9 +722,11 @@ template <class D> struct Consumer {
   __device__ __forceinline__ void rows(const Task& task) {
     int piece = L::pieces_before(task.first);
     const int start = piece;
+#pragma unroll 1
     for (int at = 0; at < task.count; at += GROUP, groups++) {
       const int buffer = groups & 1;
       if (groups >= 2) b.wait_bar(&s.rows_empty[buffer], (groups >> 1) - 1, PH_RESULTS);
+#pragma unroll 1
       for (int j = at; j < min(at + GROUP, task.count); j++) {
         const float* raw = nullptr;
         if (task.op == QKV && L::pieces_before(task.first + j + 1) > piece) raw = s.raw + (piece++ - start) * UNIT;
@@ -749,10 +738,11 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void experts(const Task& task, int back) {
+#pragma unroll 1
     for (int u = task.first; u < task.first + task.count; u++) {
       float* part = s.gated[gated++ & 1];
-      row_chunk(part + warp * UNIT, nullptr, back);
-      row_chunk(part + (WARPS + warp) * UNIT, nullptr, back);
+#pragma unroll 1
+      for (int i = 0; i < 2; i++) row_chunk(part + (i * WARPS + warp) * UNIT, nullptr, back);
       sync();
       float v = 0;
 #pragma unroll
@@ -760,8 +750,8 @@ template <class D> struct Consumer {
       v += __shfl_xor_sync(~0u, v, 16);
       v *= scale;
       const float gate = __shfl_sync(~0u, v, lane % 8), up = __shfl_sync(~0u, v, lane % 8 + 8);
-      const float weight = b.layer ? 1.f / (1.f + __expf(-s.logits[s.experts[u / L::EXPERT_UNITS]] * before * scale)) : 1.f;
-      const float middle = gate / (1.f + __expf(-gate)) * up * weight;
+      const float weight = b.layer ? ptx::reciprocal(1.f + __expf(-s.logits[s.experts[u / L::EXPERT_UNITS]] * before * scale)) : 1.f;
+      const float middle = gate * ptx::reciprocal(1.f + __expf(-gate)) * up * weight;
       float m[UNIT];
 #pragma unroll
       for (int c = 0; c < UNIT; c++) m[c] = __shfl_sync(~0u, middle, c);
@@ -773,6 +763,7 @@ template <class D> struct Consumer {
     const long long start = timing() ? ptx::now() : 0;
     b.wait_bar(&s.o_full, outputs++, PH_ACTIVATIONS);
     if (timing()) tick(15, ptx::now() - start);
+#pragma unroll 1
     for (int u = 0; u < task.count; u++) {
       const float4 x = *(const float4*)(s.channels + u * UNIT), y = *(const float4*)(s.channels + u * UNIT + 4);
       const float m[UNIT] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
@@ -807,7 +798,7 @@ template <class D> struct Consumer {
     float top = fmaxf(s0, s1);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(state.m, fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
-    const float f = exp2f(state.m - top), p0 = exp2f(s0 - top), p1 = exp2f(s1 - top);
+    const float f = ptx::exp2(state.m - top), p0 = ptx::exp2(s0 - top), p1 = ptx::exp2(s1 - top);
     state.m = top;
     state.sum = state.sum * f + (p0 + p1);
     if (__any_sync(~0u, f != 1.f))
@@ -837,13 +828,20 @@ template <class D> struct Consumer {
 #pragma unroll
       for (int i = 0; i < 16; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0;
       const int splits = A.num_sms / D::KV_HEADS, shift = warp * UNIT;
-      for (int k = 0; k < share.mine; k++) {
+#pragma unroll 1
+      for (int k = 0; k < share.mine + share.newest; k++) {
+        const bool paged = k < share.mine;
         const int token = (share.first + task.count + k * splits) * PAGE + shift;
-        const char* page = take(k < ahead.pages ? SLOTS + ahead.experts : SLOTS);
-        tokens(state, qh, ql, page + shift * HEAD_DIM * 2, page + (PAGE + shift) * HEAD_DIM * 2, HEAD_DIM * 2, share.low - token, min(UNIT, A.position - token));
+        const char *keys = (const char*)s.newest[0], *values = (const char*)s.newest[1];
+        int pitch = 0, from = 0, to = warp == 0;
+        if (paged) {
+          const char* page = take(k < ahead.pages ? SLOTS + ahead.experts : SLOTS);
+          keys = page + shift * HEAD_DIM * 2, values = page + (PAGE + shift) * HEAD_DIM * 2;
+          pitch = HEAD_DIM * 2, from = share.low - token, to = min(UNIT, A.position - token);
+        }
+        tokens(state, qh, ql, keys, values, pitch, from, to);
         if (k + 1 < share.mine) release();
       }
-      if (share.newest && warp == 0) tokens(state, qh, ql, (const char*)s.newest[0], (const char*)s.newest[1], 0, 0, 1);
       float sum = state.sum;
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
@@ -867,11 +865,13 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
+#pragma unroll 1
     for (int layer = 0; layer <= D::LAYERS; layer++) {
       b.layer = layer;
       begin_layer();
       const Ahead<D> ahead(A, s, layer);
       int event = 0;
+#pragma unroll 1
       for (const Task* task = program<D>(s, layer); task->op != END; task++, event++) {
         if (task->op == EXPERTS_OP) experts(*task, task < ahead.attention ? SLOTS - ahead.pages : SLOTS);
         else if (task->op == ATTENTION) attention(*task, ahead);
@@ -888,6 +888,24 @@ template <class D> struct Consumer {
   }
 };
 
+// ---- watchdog ----------------------------------------------------------------------------------------------------------
+template <class D> __device__ void watch(const StepArgs& A, Shared<D>& s) {
+  volatile int* gone = s.gone;
+  const long long start = ptx::now();
+  while (gone[2] < WARPS + 3) {
+    __nanosleep(20000);
+    const bool elsewhere = ptx::relaxed((const unsigned*)A.out + 3) != 0;
+    if (!elsewhere && ptx::now() - start < A.timeout_ns) continue;
+    gone[0] = 1;
+    if (elsewhere) return;
+    __nanosleep(20000);  // for the first to notice
+    const unsigned noticed = gone[1];
+    const unsigned long long word = (unsigned long long)(0x80000000u | (noticed >> 8 & 0x3fff) << 16 | noticed & 0xff) << 32 | blockIdx.x;
+    atomicCAS((unsigned long long*)(A.out + 2), 0ull, word);
+    return;
+  }
+}
+
 template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __grid_constant__ StepArgs A) {
   extern __shared__ __align__(128) char memory[];
   Shared<D>& s = *(Shared<D>*)(memory + SLOTS * Layout<D>::SLOT);
@@ -897,7 +915,7 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
     for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
     ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1), ptx::init(&s.hinted, 1);
     ptx::fence_init();
-    s.gone = A.out[3] != 0;
+    s.gone[0] = A.out[3] != 0, s.gone[1] = s.gone[2] = 0;
   }
   for (int i = tid; i < KINDS * MAX_TASKS; i += THREADS) {
     s.tasks[i] = ((const Task*)A.tasks)[blockIdx.x * KINDS * MAX_TASKS + i];
@@ -913,7 +931,9 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
     if (tid < CONSUMERS + 32) produce<D>(A, s, memory);
     else if (tid < CONSUMERS + 64) help<D>(A, s, memory);
     else if (tid < CONSUMERS + 96) route<D>(A, s);
+    else if (tid == CONSUMERS + 96) watch<D>(A, s);
   }
+  if (tid < CONSUMERS + 96 && tid % 32 == 0) atomicAdd(s.gone + 2, 1);
 }
 
 template <class D> const char* launch(const StepArgs& args, cudaStream_t stream) {
