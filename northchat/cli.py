@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except OSError as error:
+        # A folder that can't be written, a full disk: the name and the reason say what to do.
+        print(f"northchat: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:
         return _internal_error(error, "--debug" in arguments)
 

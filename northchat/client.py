@@ -106,6 +106,15 @@ class Client:
             self._models = _model_list(await response.aread())
         return self._models
 
+    async def default_model(self) -> str:
+        """The server's first. Raises ClientError when it has none."""
+        models = self._models or await self.models()
+        if not models:
+            raise ClientError(
+                f"{self._base} serves no model", "Load one there, or name one with --model", code="no_model"
+            )
+        return models[0].id
+
     async def stream(self, turn: Turn, model: str | None = None) -> AsyncGenerator[Event]:
         """The events of one answer, Finish last. Closing the iterator cancels the request on the server.
 
@@ -113,7 +122,7 @@ class Client:
         after the first byte of an answer. Raises ClientError.
         """
         base = await self._sure_base()
-        name = model or await self._first_model()
+        name = model or await self.default_model()
         limit = next((info.max_model_len for info in self._models or [] if info.id == name), None)
         body = msgspec.json.encode(wire.request_body(turn, name))
         reply = wire.Reply(context_limit=limit)
@@ -157,14 +166,6 @@ class Client:
         if self._http is not None:
             await self._http.aclose()
             self._http = None
-
-    async def _first_model(self) -> str:
-        models = self._models or await self.models()
-        if not models:
-            raise ClientError(
-                f"{self._base} serves no model", "Load one there, or name one with --model", code="no_model"
-            )
-        return models[0].id
 
     async def _sure_base(self) -> str:
         if not self._base_is_sure:

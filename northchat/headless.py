@@ -46,8 +46,9 @@ async def _answer(config: Config, endpoint: Endpoint, prompt: str, out: "_Out") 
     async with AsyncExitStack() as stack:
         client = Client(endpoint)
         stack.push_async_callback(client.aclose)
-        model = config.model
-        if config.base_url is None:
+        if config.base_url is not None:
+            model = config.model or await client.default_model()
+        else:
             status = _Status(sys.stderr)
             attachment = await stack.enter_async_context(backend.Attachment(client, status.show))
             try:

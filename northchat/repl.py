@@ -117,11 +117,8 @@ class _Repl:
         client = await backend.connect(self._config)
         self._backend.push_async_callback(client.aclose)
         self._conversation.client = client
-        self._conversation.model = self._config.model
         if self._config.base_url is not None:
-            where = f"{self._config.model or 'its first model'} at {urlsplit(self._config.base_url).netloc}"
-            self._say(f"Talking to {where}: what you write is sent there.")
-            return True
+            return await self._greet(client, self._config.base_url)
         attachment = backend.Attachment(client, _Loading(self._say).show)
         await self._backend.enter_async_context(attachment)
         try:
@@ -134,6 +131,16 @@ class _Repl:
         self._say(wording.engine(health))
         for line in [*health.notes, *wording.limits(health, demo=health.model == backend.DEFAULT_MODEL)]:
             self._say(line)
+        return True
+
+    async def _greet(self, client: Client, url: str) -> bool:
+        try:
+            model = self._config.model or await client.default_model()
+        except ClientError as error:
+            self._say(f"northchat: {error}")
+            return False
+        self._conversation.model = model
+        self._say(f"Talking to {model} at {urlsplit(url).netloc}: what you write is sent there.")
         return True
 
     async def _model(self, wanted: str) -> None:

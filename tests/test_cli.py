@@ -219,6 +219,14 @@ def test_an_internal_error_is_one_line_and_with_debug_a_traceback(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(
+    asked: list[Any], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "state").write_text("a file where a folder should be")
+    assert cli.main(["-p", "x", "--debug"]) == 1
+    assert capsys.readouterr().err == f"northchat: {home}/state/northchat/log: Not a directory\n"
+
+
 def test_the_whole_command_with_debug_logs_its_requests(home: Path) -> None:
     with serving_in_thread(lambda request: HELLO) as server:
         done = python("-p", "-", "--base-url", server.url, "--model", "m", "--debug", input="hi")

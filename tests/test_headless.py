@@ -54,6 +54,15 @@ def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     assert out["stats"]["estimated"] is True
 
 
+def test_the_model_is_named_when_the_server_chose_it(capfd: pytest.CaptureFixture[str]) -> None:
+    def answer(request: Request) -> Answer:
+        return json_answer({"data": [{"id": "chosen"}]}) if request.method == "GET" else HELLO
+
+    with serving_in_thread(answer) as server:
+        assert headless.run(Config(base_url=server.url), "hi", "json") == 0
+    assert json.loads(capfd.readouterr().out)["model"] == "chosen"
+
+
 def test_stream_json_is_an_event_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(HELLO, "stream-json") == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]

@@ -123,6 +123,13 @@ def test_an_engine_that_left_is_started_again_and_the_conversation_goes_on(
     assert "tiny heard two of 3\n" in out
 
 
+def test_a_server_that_is_not_there_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(Config(base_url="http://127.0.0.1:9"), "one\n", monkeypatch) == 1
+    assert "Can't reach http://127.0.0.1:9" in capfd.readouterr().out
+
+
 def test_nobody_who_could_answer_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
