@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from northchat import paths, rendezvous, version
 from northchat.rendezvous import Info, Occupied, Place
@@ -29,8 +27,7 @@ class LaunchError(Exception):
     """No host can be had; one line that names cause and remedy."""
 
 
-@dataclass(frozen=True)
-class HostStatus:
+class HostStatus(NamedTuple):
     """A host that lives."""
 
     info: Info
@@ -44,8 +41,7 @@ class HostStatus:
         return self.info.serving is not None or any(self.health.get(key) for key in ("clients", "running", "waiting"))
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     model: str
     device: str
     program: Sequence[str] = ("-m", "northchat.host.main")
@@ -160,6 +156,8 @@ def _health(path: Path) -> dict[str, Any]:
 
 def _http(path: Path, method: str, target: str) -> bytes:
     """The body of a small response. Raises OSError. Three lines of HTTP/1.0 import faster than any client."""
+    import socket
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(HTTP_TIMEOUT)
         sock.connect(str(path))

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 APP = "northchat"
@@ -46,6 +45,8 @@ def runtime_dir() -> Path:
     if value.startswith("/") and os.access(value, os.W_OK):
         path = Path(value) / APP
     else:
+        import tempfile  # brings much that front ends would not need before they paint
+
         path = Path(tempfile.gettempdir()) / f"{APP}-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     info = path.lstat()

@@ -5,15 +5,12 @@ holder of that lock. The launcher's lock, one per device, is held only while a h
 """
 
 import fcntl
-import hashlib
-import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from northchat import paths
 
@@ -25,8 +22,7 @@ class Occupied(Exception):
     """Another process holds the lock."""
 
 
-@dataclass(frozen=True)
-class Info:
+class Info(NamedTuple):
     """What a host says of itself on disk."""
 
     pid: int
@@ -37,8 +33,7 @@ class Info:
     """host:port of its TCP endpoint."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The meeting point of one model on one device. `model` is a name, or a path made absolute by place()."""
 
     model: str
@@ -46,6 +41,8 @@ class Place:
 
     @property
     def _stem(self) -> Path:
+        import hashlib
+
         key = hashlib.sha256(f"{self.model}\0{self.device}".encode()).hexdigest()[:12]
         return paths.runtime_dir() / f"engine-{key}"
 
@@ -63,6 +60,8 @@ class Place:
 
     @property
     def log(self) -> Path:
+        import re
+
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(self.model).name).strip("-.") or "model"
         return paths.state_dir() / "log" / f"{name}-{self.device}.log"
 
@@ -102,7 +101,9 @@ def lock(path: Path, timeout: float) -> Iterator[int]:
 
 def write_info(descriptor: int, info: Info) -> None:
     """Into the locked info file."""
-    data = json.dumps(asdict(info)).encode()
+    import json
+
+    data = json.dumps(info._asdict()).encode()
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, data, 0)
 
@@ -118,6 +119,8 @@ def living() -> list[Info]:
 
 
 def _read_if_locked(path: Path) -> Info | None:
+    import json
+
     try:
         with path.open("rb") as file:
             try:

@@ -71,14 +71,16 @@ class TagParser:
         return ()
 
     def _scan(self, text: str, events: list[Event]) -> None:
+        # What was held before had no tag, at most the beginning of one.
+        start = max(0, len(self._held) - len(END_CALL))
         self._held += text
         while not self.done:
             closing = {"reasoning": (END_THINK,), "tool": (END_CALL,)}.get(self.channel, self._opens)
-            found = [(at, tag) for tag in closing if (at := self._held.find(tag)) >= 0]
+            found = [(at, tag) for tag in closing if (at := self._held.find(tag, start)) >= 0]
             if not found:
                 break
             at, tag = min(found)
-            before, self._held = self._held[:at], self._held[at + len(tag) :]
+            before, self._held, start = self._held[:at], self._held[at + len(tag) :], 0
             if tag == END_CALL:
                 self._call(before, END_CALL, events)
             else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scripted_core import ByteTokenizer
 
-from northchat.host import main
+from northchat.host import main, turns
 from northchat.messages import Sampling
 from northchat.model.catalog import Model, ModelFiles
 
@@ -36,5 +36,6 @@ def parts() -> main.Parts:
 
 
 if __name__ == "__main__":
-    main.GRACE, main.PREDECESSOR = 0.6, 1.0  # tests wait for both
+    # Tests wait for these.
+    main.GRACE, main.PREDECESSOR, turns.KEEP_ALIVE = 0.6, 1.0, 0.1
     sys.exit(main.main(parts=parts))

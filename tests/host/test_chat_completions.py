@@ -88,6 +88,21 @@ def test_the_form_of_a_stream(served: Served) -> None:
     assert chunks[-1]["northchat"]["tok_s"] == 100.0
 
 
+def test_a_long_prefill_is_bridged_by_comments(served: Served) -> None:
+    served.script.set(answers=["ab"], prefill=0.15)
+    response = ask(served, {"messages": HELLO, "stream": True})
+    # Never `: ping`, which Continue takes for the end, and never an id.
+    comments = [line for line in response.text.split("\n") if line.startswith(":")]
+    assert len(comments) >= 3
+    assert set(comments) == {": keep-alive"}
+    assert all(chunk == "[DONE]" or chunk["choices"][0]["delta"] is not None for chunk in events(response))
+    # Progress is for those who ask, as our own front ends do.
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_progress": True}}
+    done = [chunk["northchat"].get("prefill_done") for chunk in events(ask(served, body))[1:-1]]
+    assert done == sorted(done)
+    assert len(set(done)) > 3
+
+
 def test_an_error_behind_the_headers_is_an_event_and_no_finish(served: Served) -> None:
     served.script.set(error_on="Hi")
     chunks = events(ask(served, {"messages": HELLO, "stream": True}))
