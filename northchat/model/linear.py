@@ -14,20 +14,25 @@ from northchat.model.weights import Blocks
 
 GROUP = 32
 """Weights that share a scale in Q4_0 and Q4_1."""
-DENSE_ROWS = 5
+DENSE_ROWS = 8
 """From so many rows on the dense form is the faster one."""
 
 
 class Dense:
-    """y = x W^T + b, W [out, in] of the activations' dtype."""
+    """y = x W^T + b, W [out, in] of the activations' dtype; bfloat16 is laid out anew for the matrix units."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+        self._bias = bias
+        self._packed = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        # Otherwise oneDNN reorders the matrix in every call, which costs half of a product with few rows.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, out]."""
-        return F.linear(x, self.weight, self.bias)
+        if self._packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return y
+        return F.linear(x, self._weight, self._bias)
 
 
 def fits_int4(blocks: Sequence[Blocks | None]) -> bool:

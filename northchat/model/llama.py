@@ -58,7 +58,7 @@ class LlamaConfig:
                 rope_freq_factors=tuple(factors) if factors else None,
             )
         except KeyError as error:
-            raise ModelError(f"the model's configuration lacks {error.args[0]}; download the model again") from None
+            raise _lacking(error) from None
         if config.get("hidden_act", "silu") != "silu":
             raise ModelError(
                 f"the model uses the activation {config['hidden_act']!r}; llama models with silu are supported"
@@ -68,7 +68,10 @@ class LlamaConfig:
                 f"the model has {found.heads} heads on {found.kv_heads} KV heads of {found.head_dim} dimensions, "
                 "which no llama has; download the model again"
             )
-        found.inverse_frequencies()
+        try:
+            found.inverse_frequencies()
+        except KeyError as error:
+            raise _lacking(error) from None
         return found
 
     @property
@@ -100,6 +103,10 @@ class LlamaConfig:
         turns = steps * float(scaling["original_max_position_embeddings"]) / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return steps * kept + steps / float(scaling["factor"]) * (1 - kept)
+
+
+def _lacking(error: KeyError) -> ModelError:
+    return ModelError(f"the model's configuration lacks {error.args[0]}; download the model again")
 
 
 @dataclass
