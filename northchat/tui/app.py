@@ -102,7 +102,8 @@ class ChatApp(App[None]):
         self._greeted = False
         self._restarts = 0
         self._quit_before = 0.0
-        self.crash = ""
+        self.last_words = ""
+        """For the user's shell, once the terminal is its own again."""
         self._choices: list[backend.Choice] = []
         self._talk = Talk(self, self._transcript, self._status, self._link, config)
         if prompt:
@@ -163,6 +164,9 @@ class ChatApp(App[None]):
             self._config = backend.switch(self._config, backend.DEFAULT_MODEL, [_OWN])
 
     def _leave(self, code: int = 0) -> None:
+        health = self._link.health
+        if health and not self._link.remote and not health.device.lower().startswith("cpu"):
+            self.last_words = f"{health.model} stays loaded for a while; `northchat engine stop` ends it"
         self.exit(return_code=code)
 
     async def on_unmount(self) -> None:
@@ -179,7 +183,7 @@ class ChatApp(App[None]):
         except OSError:
             where = ""
         error = sys.exc_info()[1] or self._exception
-        self.crash = f"northchat: a fault in the terminal app ({type(error).__name__}){where}"
+        self.last_words = f"northchat: a fault in the terminal app ({type(error).__name__}){where}"
         self._close_messages_no_wait()
 
     # -- the one who answers ---------------------------------------------------------------------------------------
@@ -433,8 +437,8 @@ def run(config: Config, prompt: str | None = None) -> int:
         print(f"northchat: {error}", file=sys.stderr)
         return 2
     app.run()
-    if app.crash:
-        print(app.crash, file=sys.stderr)
+    if app.last_words:
+        print(app.last_words, file=sys.stderr)
     return app.return_code or 0
 
 

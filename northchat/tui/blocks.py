@@ -71,7 +71,7 @@ class Welcome(Block):
         super().__init__()
         name = Span("northchat", Look("primary", bold=True))
         self.rows = [
-            Row("text", (name, Span(f"  {version.current()}", MUTED))),
+            Row("text", (name, Span(f"  {version.current()}".replace("  unknown", ""), MUTED))),
             *_plain("Ask a question. / lists commands, ? shows keys, Esc stops an answer.", MUTED),
         ]
 

@@ -10,6 +10,7 @@ from northchat.agent import backend
 from northchat.client import ClientError, Health, LoadProgress
 from northchat.config import Config
 from northchat.messages import Finish, Progress, Reasoning, Stats, Text, Usage
+from northchat.tui.app import ChatApp
 from northchat.tui.prompt import Prompt
 from northchat.tui.transcript import Transcript
 
@@ -322,6 +323,18 @@ async def test_ctrl_c_clears_and_twice_leaves() -> None:
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not pilot.app._running)
     assert pilot.app.return_code == 0
+
+
+async def test_what_stays_loaded_is_said_on_leaving() -> None:
+    for device, words in (("CPU, 2 threads", ""), ("NVIDIA H200", "smollm2-135m stays loaded for a while")):
+        script = Script(states=[[Health("ready", model="smollm2-135m", device=device)]])
+        async with script.app().run_test(size=SIZE) as pilot:
+            await sees(pilot, "● ready")
+            await pilot.press("ctrl+d")
+            assert isinstance(pilot.app, ChatApp)
+            await until(pilot, lambda: not pilot.app._running)
+        assert pilot.app.last_words.startswith(words)
+        assert bool(pilot.app.last_words) == bool(words)
 
 
 async def test_ctrl_d_leaves_only_an_empty_prompt() -> None:
