@@ -146,7 +146,8 @@ class Host:
             model = await in_background(lambda: parts.resolve(self._settings.model))
             self.state.update(model=model.name, can_call_tools=model.can_call_tools)
             files = await in_background(lambda: model.fetch(progress))
-            options = ("--model", str(files.path), "--device", self._settings.device, "--dtype", self._settings.dtype)
+            options = ["--model", str(files.path), "--device", self._settings.device, "--dtype", self._settings.dtype]
+            options += ["--tokenizer", str(files.tokenizer_json)]
             core = asyncio.create_task(self._supervisor.run([*parts.core, *options]))
             try:
                 tokenizer = await asyncio.to_thread(parts.load_tokenizer, files.tokenizer_json)
@@ -318,7 +319,10 @@ def run_host(settings: Settings, parts: Callable[[], Parts], ready: Callable[[],
         sockets = []
         if settings.serve is not None:
             sockets.append((bind_tcp(settings.serve, settings.api_key), False))
-        sockets.append((stack.enter_context(claim(settings)), True))
+        try:
+            sockets.append((stack.enter_context(claim(settings)), True))
+        except OSError as error:
+            raise HostError(f"can't use {error.filename or paths.runtime_dir()}: {error.strerror}") from error
 
         async def main() -> bool:
             host = Host(settings, parts)

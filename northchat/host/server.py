@@ -14,6 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
+IDLE_CONNECTION = 75
+"""Seconds for which a connection may wait for its next request: longer than most pauses in a conversation."""
 GRACEFUL = 1
 """Seconds that open responses get when the server closes."""
 
@@ -63,6 +65,7 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
             access_log=False,
             date_header=False,
             server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION,
             timeout_graceful_shutdown=GRACEFUL,
         )
     )

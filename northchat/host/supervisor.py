@@ -126,7 +126,8 @@ class Supervisor:
         """Ends a request whose outputs nobody wants any more; one that is over already is no error."""
         if self._in_flight.pop(rid, None) is not None and self._writer is not None:
             self._writer.write(protocol.encode(protocol.Abort(rid)))
-            self._counts()
+            if not self._in_flight:
+                self._counts()
 
     def open(self) -> None:
         """The host is ready too: the engine is reported as ready from when its core is."""

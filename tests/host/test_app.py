@@ -1,6 +1,8 @@
 """Other routes, and who may use them."""
 
 import json
+import os
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -87,7 +89,6 @@ def test_loopback() -> None:
 
 
 def run_served(script: Script, address: str, key: str = "") -> tuple[int, str]:
-    import os
     import subprocess
     import sys
 
@@ -112,6 +113,20 @@ def test_a_port_that_is_taken_is_one_line(served: Served, script: Script) -> Non
     code, output = run_served(script, f"127.0.0.1:{served.port}")
     assert code == 1
     assert f"can't listen on 127.0.0.1:{served.port}" in output
+    assert output.count("\n") == 1
+
+
+def test_a_runtime_directory_that_can_t_be_used_is_one_line(
+    home: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        # Neither a directory that can be written to, nor a place for our own.
+        patch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+        patch.setenv("TMPDIR", str(home))
+        (home / f"northchat-{os.getuid()}").write_text("not a directory")
+        code, output = run_served(script, "127.0.0.1:0")
+    assert code == 1
+    assert str(home) in output
     assert output.count("\n") == 1
 
 
