@@ -89,6 +89,9 @@ class ChatApp(App[None]):
         """`locate` and `make_client` say how a server is found and spoken to; tests bring scripted ones."""
         self._look = themes.choose(config.theme)
         super().__init__()
+        if self.console.color_system == "standard" and not self._look.ansi:
+            # Of fine shades, sixteen colours leave nothing that can be read.
+            self._look = themes.load("ansi" if self._look.dark else "ansi-light")
         self.register_theme(themes.textual_theme(self._look))
         self.theme = self._look.name
         self._config = config

@@ -251,6 +251,16 @@ async def test_the_theme_list_previews_and_esc_takes_it_back() -> None:
         assert pilot.app.theme == "light"
 
 
+async def test_a_terminal_with_sixteen_colours_gets_a_theme_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLORTERM")
+    monkeypatch.setenv("TERM", "linux")
+    assert [Script().app(Config(theme=name)).theme for name in ("dark", "paper", "ansi")] == [
+        "ansi",
+        "ansi-light",
+        "ansi",
+    ]
+
+
 async def test_model_switches_live_and_the_conversation_goes_on() -> None:
     script = Script([answer("small"), answer("large")], [[READY], [Health("ready", model="other.gguf")]])
     async with script.app().run_test(size=SIZE) as pilot:
