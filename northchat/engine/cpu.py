@@ -11,6 +11,7 @@ import torch
 from northchat.engine.executor import PAGE, Batch, ExecutorError, KVGroup, Progress, Row, Sampled
 from northchat.engine.protocol import Logprob
 from northchat.engine.sampler import logprobs, sample
+from northchat.engine.threads import Threads
 from northchat.model import cohere2_moe, llama
 from northchat.model.paged_kv import PagedKV, Plan, Span
 from northchat.model.weights import open_weights
@@ -64,6 +65,7 @@ class CpuExecutor:
 
     def __init__(self, model: Model, page_size: int = PAGE) -> None:
         c = model.config
+        self._threads = Threads(torch.get_num_threads())
         self.device = f"CPU, {torch.get_num_threads()} threads"
         self.dtype = model.label
         self.vocab_size = c.vocab
@@ -93,7 +95,8 @@ class CpuExecutor:
     def submit(self, batch: Batch) -> int:
         """Runs the step: all decode rows in one pass, then all chunks in one. Raises ExecutorError."""
         self._handles += 1
-        self._done[self._handles] = self._run(batch.decode) + self._run(batch.prefill)
+        with self._threads.step() if batch.decode and not batch.prefill else contextlib.nullcontext():
+            self._done[self._handles] = self._run(batch.decode) + self._run(batch.prefill)
         return self._handles
 
     def poll(self, handle: int) -> list[Sampled]:
