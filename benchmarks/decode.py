@@ -54,7 +54,7 @@ class Bench:
         config = dict(config)
         fixed = config.pop("fixed_experts", 0)
         sms = config.pop("num_sms", torch.cuda.get_device_properties(0).multi_processor_count)
-        experts = {k: config.pop(k) for k in ("before_attention", "last_experts") if k in config}
+        experts = {k: config.pop(k) for k in ("before_attention", "last_experts", "most_qkv") if k in config}
         self.forced = None
         if fixed:
             self.forced = torch.arange(self.dims.top_k, dtype=torch.int32, device="cuda").repeat(self.dims.layers, 1).mul_(fixed)
@@ -299,7 +299,7 @@ def main() -> None:
         "--config",
         action="append",
         default=[],
-        help="name=number,...: in_flight, early_pages, before_attention, last_experts, num_sms, fixed_experts (distance of the ids forced)",
+        help="name=number,...: in_flight, early_pages, before_attention, last_experts, most_qkv, num_sms, fixed_experts (distance of the ids forced)",
     )
     parser.add_argument("--commit", default="")
     parser.add_argument("--out")

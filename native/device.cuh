@@ -25,6 +25,15 @@ __device__ __forceinline__ bool passed(uint64_t* bar, uint32_t parity) {
       : "memory");
   return ok;
 }
+__device__ __forceinline__ bool passed_within(uint64_t* bar, uint32_t parity, uint32_t ns) {
+  uint32_t ok;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(ok)
+      : "r"(shared(bar)), "r"(parity), "r"(ns)
+      : "memory");
+  return ok;
+}
 __device__ __forceinline__ void copy(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
                "l"(from), "r"(bytes), "r"(shared(bar))
@@ -78,6 +87,9 @@ __device__ __forceinline__ void store2(uint32_t* p, uint2 v) {
 }
 __device__ __forceinline__ void store4(uint32_t* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_system(unsigned long long* p, unsigned long long v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ long long now() {
   long long t;

@@ -26,7 +26,7 @@ struct alignas(16) Task {
 };
 
 template <class D> struct Shared {
-  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended, routed, hinted;
+  uint64_t full[SLOTS], empty[SLOTS], rows_full[2], rows_empty[2], q_full, o_full, attended, routed, hinted, finished;
   // The normed hidden vector in the order in which a warp's tensor-core steps take it: 16 lanes x 8 bytes a step, padded.
   uint32_t x[WARPS * Layout<D>::STEPS * 36];
   alignas(16) float rows[2][GROUP * WARPS * UNIT];  // parts of finished rows by unit, warp, row; handed to the helper
@@ -45,16 +45,16 @@ template <class D> struct Shared {
   int pages[2][32];                       // physical pages that this SM reads, full and sliding layers
   uint8_t order[32];                      // slots in the order of consumption, the producer's own notes
   int meeting;                            // slot where the warps' parts of the attention meet
-  int gone[3];                            // [0] set: nothing waits any more; [1] who noticed first; [2] roles that have finished
+  int gone[2];                            // [0] set: nothing waits any more; [1] who noticed first
 };
 
-struct Block {
+template <bool PROBED> struct Block {
   const StepArgs& A;
   int* gone;
   int sm, layer;
 
   __device__ __forceinline__ void tick(int layers, int event, long long value) const {
-    if (A.ticks) A.ticks[((size_t)sm * (layers + 1) + layer) * 24 + event] = value;
+    if (PROBED && A.ticks) A.ticks[((size_t)sm * (layers + 1) + layer) * 24 + event] = value;
   }
   // Every wait of the kernel. When the watchdog's patience ends, or another block's, all waits end at once and the step runs to its end on
   // whatever is there; the first to notice leaves layer and phase. Small, as every copy of it is code that must stay cached.
@@ -149,7 +149,7 @@ template <class D> struct Ahead {
 template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32, splits = A.num_sms / D::KV_HEADS;
-  Block b{A, s.gone, (int)blockIdx.x, 0};
+  Block<D::PROBED> b{A, s.gone, (int)blockIdx.x, 0};
   // The first of this SM's pages in both groups are the same in all layers of a group.
   for (int t = 0; t < MAX_TASKS; t++)
     if (s.tasks[t].op == ATTENTION && s.tasks[t].count >= 0) {
@@ -239,7 +239,7 @@ template <class D> __device__ void route(const StepArgs& A, Shared<D>& s) {
   using L = Layout<D>;
   constexpr int N = D::EXPERTS / 32;
   const int lane = threadIdx.x % 32;
-  Block b{A, s.gone, (int)blockIdx.x, 0};
+  Block<D::PROBED> b{A, s.gone, (int)blockIdx.x, 0};
   for (int layer = 0; layer < D::LAYERS; layer++) {
     b.layer = layer;
     const unsigned n = A.epoch * D::LAYERS + layer;
@@ -279,7 +279,7 @@ template <class D> __device__ void route(const StepArgs& A, Shared<D>& s) {
         if (lane == r) expert = 127 - (best & 127);
       }
       if (lane < D::TOP_K) {
-        if (A.forced) expert = A.forced[layer * D::TOP_K + lane];
+        if (D::PROBED && A.forced) expert = A.forced[layer * D::TOP_K + lane];
         s.experts[lane] = expert & (D::EXPERTS - 1);
         if (b.sm == 0) A.routing[layer * D::TOP_K + lane] = expert;
       }
@@ -311,7 +311,7 @@ __device__ __forceinline__ float gumbel(unsigned long long seed, unsigned positi
 template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* ring) {
   using L = Layout<D>;
   const int lane = threadIdx.x % 32;
-  Block b{A, s.gone, (int)blockIdx.x, 0};
+  Block<D::PROBED> b{A, s.gone, (int)blockIdx.x, 0};
   unsigned groups = 0, queries = 0;
   float best = -INFINITY;
   int token = 0x7fffffff;
@@ -529,7 +529,11 @@ template <class D> __device__ void help(const StepArgs& A, Shared<D>& s, char* r
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) better(__shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, token, o));
-  if (lane == 0) A.out[0] = (unsigned)token < (unsigned)D::VOCAB ? token : 0;
+  if (lane == 0 && !*(volatile int*)s.gone) {
+    token = (unsigned)token < (unsigned)D::VOCAB ? token : 0;
+    A.out[0] = token;
+    ptx::store_system(A.mailbox, (unsigned long long)(A.epoch + 1) << 32 | (unsigned)token);
+  }
 }
 
 // ---- consumers ---------------------------------------------------------------------------------------------------------
@@ -538,7 +542,7 @@ template <class D> struct Consumer {
   const StepArgs& A;
   Shared<D>& s;
   char* ring;
-  Block b;
+  Block<D::PROBED> b;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column in a tensor-core fragment
   unsigned slot = 0, phases = 0, groups = 0, gated = 0, queries = 0, outputs = 0;
   float h[L::ROWS], acc[L::ROWS], router = 0, scale = 1, before = 0;
@@ -551,16 +555,16 @@ template <class D> struct Consumer {
       : A(A), s(s), ring(ring), b{A, s.gone, (int)blockIdx.x, 0}, tid(threadIdx.x), warp(tid / 32), lane(tid % 32), g(lane / 4), t(lane % 4) {}
 
   __device__ __forceinline__ void sync() const { ptx::sync<1, CONSUMERS>(); }
-  __device__ __forceinline__ bool timing() const { return A.ticks && tid == 0; }
+  __device__ __forceinline__ bool timing() const { return D::PROBED && A.ticks && tid == 0; }
   __device__ __forceinline__ void tick(int event, long long value) const {
     b.tick(D::LAYERS, event, value);
   }
   // The next chunk in the order of consumption lies in the slot of the one consumed `back` chunks before.
   __device__ __forceinline__ const char* take(int back) {
-    const unsigned start = ptx::clock();
+    const unsigned start = D::PROBED ? ptx::clock() : 0;
     slot = history >> 4 * (back - 1) & 15;
     b.wait_bar(&s.full[slot], phases >> slot, PH_WEIGHTS);
-    waited += ptx::clock() - start;
+    if (D::PROBED) waited += ptx::clock() - start;
     return ring + slot * L::SLOT;
   }
   __device__ __forceinline__ void release() {
@@ -619,7 +623,7 @@ template <class D> struct Consumer {
       for (int i = 0; i < L::ROWS; i++) h[i] = fmaf(number(v[i]), unit, h[i]);
       before = unit;
     }
-    if (A.hidden && b.sm == 0)
+    if (D::PROBED && A.hidden && b.sm == 0)
 #pragma unroll
       for (int i = 0; i < L::ROWS; i++) A.hidden[(size_t)b.layer * D::HIDDEN + row(i)] = h[i];
     float squares = 0;
@@ -659,7 +663,7 @@ template <class D> struct Consumer {
   __device__ __forceinline__ void end_layer() {
     const unsigned n = A.epoch * D::LAYERS + b.layer;
     if (b.layer) b.wait_bar(&s.routed, b.layer - 1, PH_ACTIVATIONS);  // no SM falls two layers behind, whether it has experts or not
-    if (b.sm == A.stall_sm) return;
+    if (D::PROBED && b.sm == A.stall_sm) return;
     if (tid == 0) ptx::relaxed_add(b.counter(C_RESIDUAL), 1);
     unsigned long long* to = sums_of<D>(A, n);
     const float factor = fixed_point(scale);
@@ -677,6 +681,9 @@ template <class D> struct Consumer {
     uint4 v[L::STEPS];
 #pragma unroll
     for (int i = 0; i < L::STEPS; i++) v[i] = from[i * 32];
+    uint2 p;
+    if (raw && tid < 2 * D::EXPERTS) p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
+    release();
     float c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < L::STEPS; i++) {
@@ -684,12 +691,10 @@ template <class D> struct Consumer {
       else ptx::mma16(c, v[i].x, v[i].y, v[i].z, v[i].w, xb[2 * i], xb[2 * i + 1]);
     }
     if (raw && tid < 2 * D::EXPERTS) {
-      const uint2 p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
       raw += tid % 2 * 4;
       router = fmaf(ptx::lower(p.x), raw[0], router), router = fmaf(ptx::upper(p.x), raw[1], router);
       router = fmaf(ptx::lower(p.y), raw[2], router), router = fmaf(ptx::upper(p.y), raw[3], router);
     }
-    release();
     // Columns 0 and 1 hold both halves of the vector, 2 and 3 what their rounding left over.
     float r = (c[0] + d[0]) + (c[3] + d[3]);
     r += __shfl_xor_sync(~0u, r, 1);
@@ -703,6 +708,9 @@ template <class D> struct Consumer {
     uint4 v[L::ROWS];
 #pragma unroll
     for (int i = 0; i < L::ROWS; i++) v[i] = from[i * 256];
+    uint2 p;
+    if (tid < 2 * D::EXPERTS) p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
+    release();
 #pragma unroll
     for (int i = 0; i < L::ROWS; i++) {
       acc[i] = fmaf(ptx::lower(v[i].x), m[0], acc[i]), acc[i] = fmaf(ptx::upper(v[i].x), m[1], acc[i]);
@@ -711,12 +719,10 @@ template <class D> struct Consumer {
       acc[i] = fmaf(ptx::lower(v[i].w), m[6], acc[i]), acc[i] = fmaf(ptx::upper(v[i].w), m[7], acc[i]);
     }
     if (tid < 2 * D::EXPERTS) {
-      const uint2 p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
       const bool odd = tid % 2;
       router = fmaf(ptx::lower(p.x), odd ? m[4] : m[0], router), router = fmaf(ptx::upper(p.x), odd ? m[5] : m[1], router);
       router = fmaf(ptx::lower(p.y), odd ? m[6] : m[2], router), router = fmaf(ptx::upper(p.y), odd ? m[7] : m[3], router);
     }
-    release();
   }
 
   __device__ __forceinline__ void rows(const Task& task) {
@@ -889,11 +895,11 @@ template <class D> struct Consumer {
 };
 
 // ---- watchdog ----------------------------------------------------------------------------------------------------------
+// Holds the clock, so that waits need none. Ends with the other warps.
 template <class D> __device__ void watch(const StepArgs& A, Shared<D>& s) {
   volatile int* gone = s.gone;
   const long long start = ptx::now();
-  while (gone[2] < WARPS + 3) {
-    __nanosleep(20000);
+  while (!ptx::passed_within(&s.finished, 0, 20000)) {
     const bool elsewhere = ptx::relaxed((const unsigned*)A.out + 3) != 0;
     if (!elsewhere && ptx::now() - start < A.timeout_ns) continue;
     gone[0] = 1;
@@ -913,9 +919,9 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) ptx::init(&s.full[i], 1), ptx::init(&s.empty[i], WARPS);
     for (int i = 0; i < 2; i++) ptx::init(&s.rows_full[i], WARPS), ptx::init(&s.rows_empty[i], 1);
-    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1), ptx::init(&s.hinted, 1);
+    ptx::init(&s.q_full, 1), ptx::init(&s.o_full, 1), ptx::init(&s.attended, WARPS), ptx::init(&s.routed, 1), ptx::init(&s.hinted, 1), ptx::init(&s.finished, WARPS + 3);
     ptx::fence_init();
-    s.gone[0] = A.out[3] != 0, s.gone[1] = s.gone[2] = 0;
+    s.gone[0] = A.out[3] != 0, s.gone[1] = 0;
   }
   for (int i = tid; i < KINDS * MAX_TASKS; i += THREADS) {
     s.tasks[i] = ((const Task*)A.tasks)[blockIdx.x * KINDS * MAX_TASKS + i];
@@ -933,24 +939,42 @@ template <class D> __global__ void __launch_bounds__(THREADS, 1) step(const __gr
     else if (tid < CONSUMERS + 96) route<D>(A, s);
     else if (tid == CONSUMERS + 96) watch<D>(A, s);
   }
-  if (tid < CONSUMERS + 96 && tid % 32 == 0) atomicAdd(s.gone + 2, 1);
+  if (tid < CONSUMERS + 96 && tid % 32 == 0) ptx::arrive(&s.finished);
 }
 
-template <class D> const char* launch(const StepArgs& args, cudaStream_t stream) {
+template <class D> cudaError_t launch(const StepArgs& args, cudaStream_t stream) {
   constexpr size_t bytes = SLOTS * Layout<D>::SLOT + sizeof(Shared<D>);
   static_assert(bytes <= 232448, "shared memory of a block");
   static cudaError_t ready = cudaFuncSetAttribute(step<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-  cudaError_t error = ready;
-  if (error == cudaSuccess) {
-    void* parameters[] = {const_cast<StepArgs*>(&args)};
-    error = cudaLaunchCooperativeKernel((const void*)step<D>, dim3(args.num_sms), dim3(THREADS), parameters, bytes, stream);
-  }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (ready != cudaSuccess) return ready;
+  void* parameters[] = {const_cast<StepArgs*>(&args)};
+  return cudaLaunchCooperativeKernel((const void*)step<D>, dim3(args.num_sms), dim3(THREADS), parameters, bytes, stream);
+}
+
+// Probes (times, residuals, forced experts, a stalled SM) are compiled into an instance of their own: their code would take room in the
+// instruction cache. Both compute the same bits.
+template <class D> struct Plain : D { static constexpr bool PROBED = false; };
+template <class D> struct Probed : D { static constexpr bool PROBED = true; };
+template <class D> cudaError_t launch_either(const StepArgs& args, cudaStream_t stream) {
+  const bool probed = args.forced || args.hidden || args.ticks || args.stall_sm >= 0;
+  return probed ? launch<Probed<D>>(args, stream) : launch<Plain<D>>(args, stream);
 }
 }  // namespace
 
 const char* launch_step(const char* model, const StepArgs& args, void* stream) {
-  if (!strcmp(model, NorthMiniCode::NAME)) return launch<NorthMiniCode>(args, (cudaStream_t)stream);
-  if (!strcmp(model, Small::NAME)) return launch<Small>(args, (cudaStream_t)stream);
-  return "no such model is compiled in";
+  cudaError_t error;
+  if (!strcmp(model, NorthMiniCode::NAME)) error = launch_either<NorthMiniCode>(args, (cudaStream_t)stream);
+  else if (!strcmp(model, Small::NAME)) error = launch_either<Small>(args, (cudaStream_t)stream);
+  else return "no such model is compiled in";
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+long long wait_step(const volatile unsigned long long* mailbox, unsigned epoch, void* stream) {
+  // The stream is asked now and then, as a step that failed leaves no letter.
+  for (unsigned n = 1;; n++) {
+    const unsigned long long letter = *mailbox;
+    if ((unsigned)(letter >> 32) == epoch + 1) return (long long)(unsigned)letter;
+    if (n % 100000 == 0 && cudaStreamQuery((cudaStream_t)stream) != cudaErrorNotReady)
+      return (unsigned)(*mailbox >> 32) == epoch + 1 ? (long long)(unsigned)*mailbox : -1;
+  }
 }

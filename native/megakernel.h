@@ -17,6 +17,7 @@ struct StepArgs {
   uint32_t *qkv, *partials, *softmax;
   unsigned* counters;
   int *best, *out, *routing;
+  unsigned long long* mailbox;  // pinned host memory: epoch + 1 and the token, once a step is done
   float* logits;       // or null
   const int* forced;   // or null
   float* hidden;       // or null
@@ -30,3 +31,6 @@ struct StepArgs {
 
 // Returns null, or what went wrong.
 const char* launch_step(const char* model, const StepArgs& args, void* stream);
+
+// Waits for the step of that epoch, the newest on the stream; its token, or -1 if the stream ran dry without one.
+long long wait_step(const volatile unsigned long long* mailbox, unsigned epoch, void* stream);

@@ -298,7 +298,8 @@ class Megakernel:
         pages = -(-max_context // PAGE)
         int32 = {"dtype": torch.int32, "device": device}
         self._tables = (torch.zeros(pages, **int32), torch.zeros(pages, **int32))
-        self._host_tables: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)] * 2
+        self._known: list[tuple[int, torch.Tensor]] = [(0, torch.empty(0, dtype=torch.int32))] * 2
+        """First checked entry and entries of the tables on the device."""
         self._tasks = torch.tensor(schedule.table(), **int32)
         self._rope = rope_table(dims, max_context, device)
         self._layers = torch.tensor(
@@ -324,7 +325,36 @@ class Megakernel:
         """Experts of the last step in order of rank, on the device; layer 0 is unused."""
         self.logits = torch.zeros(dims.vocab, **fp32)
         self._epoch = 0
-        self._pinned = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._launcher = self._native.Launcher(
+            dims.name,
+            {
+                "layers": self._layers.data_ptr(),
+                "norms": self._norms.data_ptr(),
+                "rope": self._rope.data_ptr(),
+                "kv_full": self._pools[0].data_ptr(),
+                "kv_sliding": self._pools[1].data_ptr(),
+                "table_full": self._tables[0].data_ptr(),
+                "table_sliding": self._tables[1].data_ptr(),
+                "tasks": self._tasks.data_ptr(),
+                "sums": self._sums.data_ptr(),
+                "qkv": self._qkv.data_ptr(),
+                "partials": self._partials.data_ptr(),
+                "softmax": self._softmax.data_ptr(),
+                "counters": self._counters.data_ptr(),
+                "best": self._best.data_ptr(),
+                "out": self._out.data_ptr(),
+                "routing": self.routing.data_ptr(),
+                "mailbox": self._mailbox.data_ptr(),
+            },
+            {
+                "pages_full": kv_full.shape[1],
+                "pages_sliding": kv_sliding.shape[1],
+                "in_flight": in_flight,
+                "early_pages": early_pages,
+                "num_sms": schedule.num_sms,
+            },
+        )
 
     def step(
         self,
@@ -386,6 +416,8 @@ class Megakernel:
             raise ValueError(f"position {position} is not in 0..{self.max_context - 1} (max_context)")
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        if self._epoch >= 1 << 26:
+            raise RuntimeError("2^26 steps done: the counters must start again, call reset()")
         self._upload(0, page_table_full, position, 0)
         self._upload(1, page_table_sliding, position, max(0, position - d.window + 1) // PAGE)
         for name, tensor, dtype, shape in (
@@ -400,72 +432,51 @@ class Megakernel:
                 or not tensor.is_contiguous()
             ):
                 raise ValueError(f"{name} must be contiguous {dtype} {shape} on {self.device}")
-        self._native.step(
-            d.name,
-            {
-                "layers": self._layers.data_ptr(),
-                "norms": self._norms.data_ptr(),
-                "rope": self._rope.data_ptr(),
-                "kv_full": self._pools[0].data_ptr(),
-                "kv_sliding": self._pools[1].data_ptr(),
-                "table_full": self._tables[0].data_ptr(),
-                "table_sliding": self._tables[1].data_ptr(),
-                "tasks": self._tasks.data_ptr(),
-                "sums": self._sums.data_ptr(),
-                "qkv": self._qkv.data_ptr(),
-                "partials": self._partials.data_ptr(),
-                "softmax": self._softmax.data_ptr(),
-                "counters": self._counters.data_ptr(),
-                "best": self._best.data_ptr(),
-                "out": self._out.data_ptr(),
-                "routing": self.routing.data_ptr(),
-                "logits": self.logits.data_ptr() if want_logits else 0,
-                "forced": force_routing.data_ptr() if force_routing is not None else 0,
-                "hidden": hidden.data_ptr() if hidden is not None else 0,
-                "ticks": ticks.data_ptr() if ticks is not None else 0,
-            },
-            {
-                "pages_full": self._pools[0].shape[1],
-                "pages_sliding": self._pools[1].shape[1],
-                "token": -1 if token is None else token,
-                "position": position,
-                "epoch": self._epoch & 0xFFFFFFFF,
-                "in_flight": self.in_flight,
-                "early_pages": self.early_pages,
-                "num_sms": self.schedule.num_sms,
-                "stall_sm": stall_sm,
-                "seed": seed & 0xFFFFFFFFFFFFFFFF,
-                "timeout_ns": int(self.timeout_s * 1e9),
-            },
+        self._launcher.step(
+            -1 if token is None else token,
+            position,
+            self._epoch,
             0.0 if temperature == 0 else 1.0 / temperature,
+            seed & 0xFFFFFFFFFFFFFFFF,
+            int(self.timeout_s * 1e9),
+            self.logits.data_ptr() if want_logits else 0,
+            force_routing.data_ptr() if force_routing is not None else 0,
+            hidden.data_ptr() if hidden is not None else 0,
+            ticks.data_ptr() if ticks is not None else 0,
+            stall_sm,
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         self._epoch += 1
 
     def result(self) -> int:
-        """Waits for the last step and returns its token; raises MegakernelError if a step since the last reset failed."""
-        self._pinned.copy_(self._out, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        token, _, low, high = self._pinned[:4].tolist()
-        if high or low:
+        """Waits for the last step and returns its token; raises MegakernelError if a step since the last reset failed.
+
+        Call it on the stream of the launch. It spins, with the GIL released.
+        """
+        if self._epoch == 0:
+            raise RuntimeError("no step was launched since the start or the last reset()")
+        token = int(self._launcher.wait(self._epoch - 1, torch.cuda.current_stream(self.device).cuda_stream))
+        if token < 0:
+            low, high = self._out[2:4].tolist()
             raise MegakernelError((high >> 16) & 0x7FFF, PHASES[high & 0xFFFF], low)
-        return int(token)
+        return token
 
     def reset(self) -> None:
-        """After a MegakernelError: clears counters, sums and the error word. The KV pools are kept."""
+        """After a MegakernelError, or after 2^26 steps (launch asks for it): clears counters, sums and the error word. The KV pools are kept."""
         torch.cuda.synchronize(self.device)
         for tensor in (self._sums, self._counters, self._out):
             tensor.zero_()
         for tensor in (self._qkv, self._partials, self._softmax):
             tensor.fill_(-1)
         self._epoch = 0
+        self._mailbox.zero_()
 
     def _upload(self, group: int, table: Sequence[int] | torch.Tensor, position: int, first: int) -> None:
         name, pages = ("page_table_full", "page_table_sliding")[group], self._pools[group].shape[1]
         host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
         need = position // PAGE + 1
-        known = self._host_tables[group]
-        if known.numel() >= need and host.numel() >= need and torch.equal(known[first:need], host[first:need]):
+        since, known = self._known[group]
+        if since <= first and need <= min(known.numel(), host.numel()) and torch.equal(known[first:need], host[first:need]):
             return
         if host.dim() != 1 or host.numel() < need:
             raise ValueError(f"{name} needs {need} entries for position {position}, has {host.numel()}")
@@ -474,5 +485,5 @@ class Megakernel:
             raise ValueError(f"{name} names a page outside 0..{pages - 1}: {int(used.min())}..{int(used.max())}")
         if need > self._tables[group].numel():
             raise ValueError(f"{name} is longer than max_context {self.max_context} allows")
-        self._host_tables[group] = host[:need].clone()
+        self._known[group] = (first, host[:need].clone())
         self._tables[group][:need].copy_(host[:need])

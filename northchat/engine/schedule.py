@@ -212,12 +212,14 @@ def build(
     sm_weights: Sequence[float] | None = None,
     before_attention: int = 8,
     last_experts: int = 0,
+    most_qkv: int = 2,
 ) -> Schedule:
     """Task lists for `num_sms` SMs.
 
     sm_weights: relative speed of each SM (equal if None). before_attention: chunks that an SM does before its attention, QKV and whole
     expert units; last_experts: expert units after the output projection. The other experts lie between the two and cover the
-    way from the slowest attention to the first output channel. Raises ValueError where the model cannot be dealt to that many SMs.
+    way from the slowest attention to the first output channel. most_qkv: QKV units an SM may have above the average to make up for fewer
+    expert units. Raises ValueError where the model cannot be dealt to that many SMs.
     """
     weights = list(sm_weights) if sm_weights is not None else [1.0] * num_sms
     if num_sms > MAX_SMS:
@@ -239,7 +241,7 @@ def build(
         left = [c - 3 * e for c, e in zip(share, expert_counts, strict=True)]
         oproj_counts = apportion(dims.oproj_units, weights, left)
         left = [c - o for c, o in zip(left, oproj_counts, strict=True)]
-        qkv_counts = apportion(dims.qkv_units, weights, left)
+        qkv_counts = apportion(dims.qkv_units, weights, left, most_qkv)
         qkv = expert = oproj = 0
         programs[kind] = []
         for sm in range(num_sms):
@@ -269,11 +271,11 @@ def build(
     return Schedule(dims, num_sms, programs)
 
 
-def apportion(units: int, shares: Sequence[float], left: Sequence[float]) -> list[int]:
-    """Each its share of `units` rounded down, the rest one by one to those with most `left`."""
-    exact = [units * share / sum(shares) for share in shares]
-    out = [int(x) for x in exact]
-    room = sorted(range(len(out)), key=lambda i: (out[i] - left[i], i))
-    for i in room[: units - sum(out)]:
-        out[i] += 1
+def apportion(units: int, shares: Sequence[float], left: Sequence[float], above: int = 1) -> list[int]:
+    """Each its share of `units` rounded down, the rest one by one to those with most `left`, at most `above` each."""
+    low = [int(units * share / sum(shares)) for share in shares]
+    out = list(low)
+    for _ in range(units - sum(out)):
+        best = max((i for i in range(len(out)) if out[i] < low[i] + above), key=lambda i: (left[i] - out[i], -low[i], -i))
+        out[best] += 1
     return out
