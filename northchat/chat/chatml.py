@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from northchat.chat import schema
 from northchat.chat.stream import Parser, PlainParser, Replay, Tokenizer, TurnError
 from northchat.chat.template import Template
 from northchat.messages import Message, Sampling, Turn
@@ -60,3 +61,6 @@ class ChatML:
 
     def parser(self, turn: Turn, prompt: Sequence[int]) -> Parser:
         return PlainParser(self._tokenizer, turn.stop)
+
+    def grammar(self, turn: Turn, prompt: Sequence[int]) -> str:
+        return schema.text(turn, self.stop_ids)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from northchat.chat import schema
 from northchat.chat.north_parser import Marker, NorthParser, marker_ids
 from northchat.chat.stream import Parser, Replay, Tokenizer, TurnError
 from northchat.chat.template import Template, TemplateFormat
@@ -34,7 +35,7 @@ class North:
 
     name = "north"
     can_call_tools = True
-    forces_tools = False
+    forces_tools = True
 
     def __init__(self, tokenizer: Tokenizer, defaults: Sampling, template: str | None = None) -> None:
         self.defaults = defaults
@@ -63,10 +64,17 @@ class North:
             self._tokenizer,
             self._ids,
             turn.stop,
-            thinking=bool(prompt) and prompt[-1] == self._ids[Marker.START_THINKING],
+            thinking=self._thinks(prompt),
             tools=bool(turn.tools) and turn.tool_choice != "none",
             parallel=turn.parallel_tool_calls,
+            opener=Marker.START_ACTION if schema.forces_call(turn) else Marker.START_TEXT,
         )
+
+    def grammar(self, turn: Turn, prompt: Sequence[int]) -> str:
+        return schema.north(turn, self._ids, self._thinks(prompt))
+
+    def _thinks(self, prompt: Sequence[int]) -> bool:
+        return bool(prompt) and prompt[-1] == self._ids[Marker.START_THINKING]
 
 
 def _is_text(piece: Piece) -> bool:

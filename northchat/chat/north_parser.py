@@ -43,7 +43,7 @@ def marker_ids(tokenizer: Tokenizer) -> dict[Marker, int]:
 
 
 class NorthParser:
-    """`thinking`: the prompt has opened it. Without `tools`, a block of calls is text."""
+    """`thinking`: the prompt has opened it. Without `tools`, a block of calls is text. `opener` begins an answer."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class NorthParser:
         thinking: bool,
         tools: bool,
         parallel: bool = True,
+        opener: Marker = Marker.START_TEXT,
     ) -> None:
         self._names = {token: marker for marker, token in tokenizer.markers.items()}
         self._ids = ids
@@ -61,6 +62,7 @@ class NorthParser:
         self._decoder = TextDecoder(tokenizer)
         self._stops = StopStrings(stops)
         self._tools = tools
+        self._opener = ids[opener]
         self._actions = ActionScanner(parallel)
         self._held: str | None = None if thinking else ""
         """Prose outside any block; None inside one."""
@@ -110,13 +112,13 @@ class NorthParser:
         if self._held and self._held.strip():
             return ()
         self._reopened = True
-        return self.close_thinking() or (self._ids[Marker.START_TEXT],)
+        return self.close_thinking() or (self._opener,)
 
     def close_thinking(self) -> Sequence[int]:
         """Ids that end thinking and begin the answer; none where it isn't thinking."""
         if self.channel != "reasoning":
             return ()
-        return (self._ids[Marker.END_THINKING], self._ids[Marker.START_TEXT])
+        return (self._ids[Marker.END_THINKING], self._opener)
 
     def _marker(self, marker: Marker | None, name: str, events: list[Event]) -> None:
         if self.channel == "tool" and self._actions.in_string:

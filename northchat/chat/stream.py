@@ -91,6 +91,12 @@ class ChatFormat(Protocol):
     def parser(self, turn: Turn, prompt: Sequence[int]) -> Parser:
         """For one answer to the rendered turn: a prompt may have opened the reasoning already."""
 
+    def grammar(self, turn: Turn, prompt: Sequence[int]) -> str:
+        """What tool_choice and response_format make of the answer, for engine/grammar.py; empty: anything.
+
+        Raises SchemaError.
+        """
+
 
 class TextDecoder:
     """Ids -> text, holding back the bytes of a character until it is whole; bytes that are none become U+FFFD."""

@@ -19,8 +19,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from northchat.chat import schema
 from northchat.chat.stream import Parser, Replay, Tokenizer, TurnError
-from northchat.chat.tags import TAGS, THINK, TagParser
+from northchat.chat.tags import END_THINK, TAGS, THINK, TagParser
 from northchat.messages import Message, Sampling, Turn
 
 MAX_SOURCE = 1 << 20
@@ -78,6 +79,10 @@ class TemplateFormat:
             tools=tools,
             parallel=turn.parallel_tool_calls,
         )
+
+    def grammar(self, turn: Turn, prompt: Sequence[int]) -> str:
+        thinks = self.parser(turn, prompt).channel == "reasoning"
+        return schema.text(turn, self.stop_ids, self._tokenizer.token_id(END_THINK) or END_THINK if thinks else None)
 
     def _try(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Many templates refuse what every client sends: system messages, or two of one role in a row. Such

@@ -18,10 +18,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from northchat.engine.executor import PAGE, Executor, ExecutorError
+from northchat.engine.grammar import GrammarError, Grammars, Matcher
 from northchat.engine.kv_cache import KVCache, plan
 from northchat.engine.protocol import (
     VERSION,
@@ -98,8 +100,9 @@ class Core:
         limits: Limits,
         kv_memory: int | None = None,
         page_size: int = PAGE,
+        tokenizer_json: Path | None = None,
     ) -> None:
-        """Raises CoreError when not even a short request fits in memory."""
+        """tokenizer_json: for grammars. Raises CoreError when not even a short request fits in memory."""
         self._executor = executor
         self._sock = sock
         self._overlap = limits.overlap
@@ -107,6 +110,9 @@ class Core:
         self._open = True
         self._rates: dict[int, Rate] = {}
         self._told = (0, 0)
+        self._grammars = Grammars(tokenizer_json, executor.vocab_size)
+        self._compiling: dict[int, tuple[Submit, Future[Matcher]]] = {}
+        """Requests whose grammar isn't there yet; what runs isn't held up by them."""
         memory = _kv_memory(executor, limits, page_size) if kv_memory is None else kv_memory
         pages, self.max_model_len = plan(
             executor.groups, memory, executor.max_context, limits.rows, limits.chunk, page_size
@@ -129,9 +135,11 @@ class Core:
         flight: tuple[int, Launch] | None = None
         try:
             while True:
-                self._receive(wait=flight is None and not self.scheduler.busy)
+                idle = flight is None and not self.scheduler.busy
+                self._receive(wait=idle and not self._compiling)
                 if not self._open:
                     return 0
+                self._take_compiled(wait=idle and not self.scheduler.busy)
                 launch = self.scheduler.schedule()
                 started = (self._executor.submit(launch.batch), launch) if launch.rows else None
                 if flight is not None:
@@ -149,6 +157,8 @@ class Core:
         except Exception as error:
             traceback.print_exc()
             self._fail(f"internal error in the engine ({type(error).__name__}: {error}); the log has the details")
+        finally:
+            self._grammars.close()
         return 1
 
     def _ready(self) -> Ready:
@@ -172,17 +182,40 @@ class Core:
             outputs = [output for frame in self._frames.feed(data) if (output := self._handle(frame)) is not None]
             if self._open:
                 self._report(outputs)
-            wait = wait and not self.scheduler.busy
+            wait = wait and not self.scheduler.busy and not self._compiling
 
     def _handle(self, frame: object) -> Output | None:
         match frame:
+            case Submit() if frame.grammar:
+                generated = frame.prompt[len(frame.prompt) - frame.generated :]
+                self._compiling[frame.rid] = frame, self._grammars.start(frame.grammar, generated)
+                return None
             case Submit():
                 return self.scheduler.add(frame)
             case Abort():
+                if self._compiling.pop(frame.rid, None) is not None:
+                    return Output(rid=frame.rid, finish="abort")
                 return self.scheduler.abort(frame.rid)
             case _:
                 self._open = False
                 return None
+
+    def _take_compiled(self, wait: bool) -> None:
+        """Queue requests whose grammar is there. With nothing else to do, the first is waited for."""
+        outputs = []
+        for rid, (submit, future) in list(self._compiling.items()):
+            if not (wait or future.done()):
+                continue
+            wait = False
+            del self._compiling[rid]
+            try:
+                output = self.scheduler.add(submit, future.result())
+            except (GrammarError, ModelError) as error:
+                output = Output(rid=rid, finish="error", message=str(error))
+            if output is not None:
+                outputs.append(output)
+        if outputs:
+            self._report(outputs)
 
     def _publish(self, handle: int, launch: Launch) -> None:
         outputs = self.scheduler.publish(launch, self._executor.poll(handle))
@@ -203,7 +236,7 @@ class Core:
             self._executor.release(rid)
             self._rates.pop(rid, None)
         scheduler.retired.clear()
-        counts = (len(scheduler.running), len(scheduler.waiting))
+        counts = (len(scheduler.running), len(scheduler.waiting) + len(self._compiling))
         if outputs or counts != self._told:
             self._told = counts
             self._send(Step(outputs, *counts, scheduler.cache.used(), scheduler.preemptions))
@@ -214,6 +247,7 @@ class Core:
             Output(rid=request.submit.rid, finish="error", message=message)
             for request in (*self.scheduler.running, *self.scheduler.waiting)
         ]
+        outputs += [Output(rid=rid, finish="error", message=message) for rid in self._compiling]
         try:
             self._send(Step(outputs))
         except OSError:
@@ -260,7 +294,7 @@ def _die_with_parent() -> None:
 def _serve(args: argparse.Namespace, sock: socket.socket) -> int:
     device = importlib.import_module(f"northchat.engine.{args.device}")
     executor: Executor = device.load(args.model, args.dtype, _LoadingProgress(sock))
-    core = Core(executor, sock, LIMITS[args.device], args.kv_memory)
+    core = Core(executor, sock, LIMITS[args.device], args.kv_memory, tokenizer_json=args.tokenizer)
     # What loading left alive stays; a full collection over it would stall a step.
     gc.collect()
     gc.freeze()
@@ -272,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="GGUF file or HF directory")
     parser.add_argument("--device", choices=sorted(LIMITS), default="cpu")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokenizer", type=Path, help="the model's tokenizer.json, for answers that follow a grammar")
     parser.add_argument("--kv-memory", type=_size, help="bytes of KV pages, e.g. 512M")
     parser.add_argument("--fd", type=int, required=True, help="our end of a socketpair with the host")
     args = parser.parse_args(argv)

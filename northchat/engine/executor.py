@@ -48,6 +48,8 @@ class Row:
     prompt_len: int = 0
     """How many of `history` are the prompt."""
     prompt_logprobs: int | None = None
+    mask: bytes | None = None
+    """Bit n % 8 of byte n // 8: whether id n may be sampled, ids beyond its end may not; None: any may."""
 
 
 @dataclass

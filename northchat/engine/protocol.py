@@ -43,6 +43,10 @@ class Submit(msgspec.Struct, tag="submit"):
     """Stop ids are not sampled before that many tokens."""
     prompt_logprobs: int | None = None
     """As Sampling.logprobs, for each prompt token after the first (disables prefix hits)."""
+    grammar: str = ""
+    """What the answer must be (engine/grammar.py); empty: anything. min_tokens doesn't count then."""
+    generated: int = 0
+    """How many of the prompt's last ids belong to the answer already, as far as the grammar is concerned."""
 
 
 class Abort(msgspec.Struct, tag="abort"):

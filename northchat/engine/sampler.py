@@ -1,8 +1,8 @@
 """From logits to the next ids: every parameter of `protocol.Sampling`, exactly, for a batch of rows.
 
-Order, as in transformers: penalties, bias, bans, temperature, top-k, top-p, min-p. A draw is one uniform number through
-the inverse of the cumulated distribution; the number depends only on the request's seed and the count of ids before it,
-so a request draws the same after preemption, in another chunking, or in another place of the batch.
+Order, as in transformers: penalties, bias, bans and masks, temperature, top-k, top-p, min-p. A draw is one uniform
+number through the inverse of the cumulated distribution; the number depends only on the request's seed and the count of
+ids before it, so a request draws the same after preemption, in another chunking, or in another place of the batch.
 """
 
 import random
@@ -64,6 +64,7 @@ def _adjusts(row: Row) -> bool:
     s = row.sampling
     return bool(
         row.banned
+        or row.mask is not None
         or s.logit_bias
         or s.presence_penalty
         or s.frequency_penalty
@@ -72,7 +73,7 @@ def _adjusts(row: Row) -> bool:
 
 
 def _adjust(line: torch.Tensor, row: Row, vocab: int) -> None:
-    """Penalties, bias and bans on one row of scores, in place.
+    """Penalties, bias, bans and the mask on one row of scores, in place.
 
     repetition_penalty divides positive scores of all ids seen and multiplies negative ones (Keskar et al. 2019);
     frequency_penalty counts, and presence_penalty notes, the ids of the output alone (OpenAI's definition).
@@ -93,6 +94,11 @@ def _adjust(line: torch.Tensor, row: Row, vocab: int) -> None:
     banned = [token for token in row.banned if 0 <= token < vocab]
     if banned:
         line[torch.tensor(banned)] = -torch.inf
+    if row.mask is not None:
+        bits = torch.frombuffer(bytearray(row.mask), dtype=torch.uint8).unsqueeze(1) >> torch.arange(8)
+        allowed = (bits & 1).bool().flatten()[:vocab]
+        line[: len(allowed)].masked_fill_(~allowed, -torch.inf)
+        line[len(allowed) :] = -torch.inf
 
 
 def _uniform(seed: int | None, count: int) -> float:

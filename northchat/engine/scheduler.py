@@ -12,10 +12,20 @@ the newest gives its own back and is computed again later, so the oldest always 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from northchat.engine.executor import Batch, Row, Sampled
 from northchat.engine.kv_cache import KVCache, Table
 from northchat.engine.protocol import Output, Submit
+
+
+class Constraint(Protocol):
+    """What an answer is held to; see grammar.Matcher."""
+
+    mask: bytes
+    problem: str
+
+    def accept(self, token: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -38,10 +48,13 @@ class Request:
     reported: int = 0
     """Prompt log-probabilities published so far; a preempted request computes them twice."""
     over: bool = False
+    constraint: Constraint | None = None
 
     @property
     def todo(self) -> int:
-        """Tokens that can be launched now; 0 when what is in flight ends the request."""
+        """Tokens that can be launched now; 0 when what is in flight ends the request, or decides what may follow."""
+        if self.sampling and self.constraint is not None:
+            return 0
         total = len(self.ids) + self.sampling
         return total - self.computed if total < self.limit or not self.sampling else 0
 
@@ -88,7 +101,7 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def add(self, submit: Submit) -> Output | None:
+    def add(self, submit: Submit, constraint: Constraint | None = None) -> Output | None:
         """Queue a request, or say why it can't be served."""
         problem = self._problem(submit)
         if problem:
@@ -96,7 +109,7 @@ class Scheduler:
         table = self.cache.table()
         table.marks.append((len(submit.prompt) - 1) // self.cache.page_size)
         limit = min(len(submit.prompt) + submit.max_tokens, self.max_model_len)
-        request = Request(submit, list(submit.prompt), limit, table)
+        request = Request(submit, list(submit.prompt), limit, table, constraint=constraint)
         self._by_rid[submit.rid] = request
         self.waiting.append(request)
         return None
@@ -183,6 +196,8 @@ class Scheduler:
         end = start + size
         total = len(ids) + request.sampling
         sample = end == total < request.limit
+        constraint = request.constraint
+        banned = constraint is None and total - len(submit.prompt) < submit.min_tokens
         row = Row(
             rid=submit.rid,
             tokens=ids[start:end] or (-1,),
@@ -191,10 +206,11 @@ class Scheduler:
             sample=sample,
             sampling=submit.sampling,
             stop_ids=submit.stop_ids,
-            banned=submit.stop_ids if total - len(submit.prompt) < submit.min_tokens else (),
+            banned=submit.stop_ids if banned else (),
             history=ids,
             prompt_len=len(submit.prompt),
             prompt_logprobs=submit.prompt_logprobs if self._wants_prompt_logprobs(request) else None,
+            mask=constraint.mask if sample and constraint is not None else None,
         )
         if sample and size == 1 and start > 0 and row.prompt_logprobs is None:
             launch.batch.decode.append(row)
@@ -228,6 +244,10 @@ class Scheduler:
             output.finish = "stop"
         elif len(request.ids) >= request.limit and end >= len(submit.prompt):
             output.finish = "length"
+        elif result.token is not None and (constraint := request.constraint) is not None:
+            constraint.accept(result.token)
+            if constraint.problem:
+                output.finish, output.message = "error", constraint.problem
         if output.finish:
             request.table.marks.append(request.table.offered)
             self._end(request)

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: OpenAI's request -> Turn, events -> chunks or one response.
 
-Structured output (`response_format`) is refused. Tools are passed to models that can call them and refused for others,
-as `tool_choice: none` never is. Unknown fields are ignored: clients send many that concern other servers.
+Tools are passed to models that can call them and refused for others, as `tool_choice: none` never is. Unknown fields
+are ignored: clients send many that concern other servers.
 """
 
 import time
@@ -130,8 +130,6 @@ def to_turn(body: ChatRequest) -> Turn:
         raise bad_request("`messages` is empty; send at least one message.", "messages")
     if body.reasoning_effort is not None and body.reasoning_effort not in EFFORTS:
         raise bad_request(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", "reasoning_effort")
-    if body.response_format is not None and body.response_format.get("type") not in (None, "text"):
-        raise bad_request("Only response_format `text` is supported.", "response_format", "unsupported_value")
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
     if any(limit < 1 for limit in limits):
         raise bad_request("max_tokens must be at least 1.", "max_tokens")
@@ -154,6 +152,7 @@ def to_turn(body: ChatRequest) -> Turn:
         stop=body.stops(),
         max_tokens=min(limits, default=None),
         reasoning_effort=body.reasoning_effort,
+        response_format=body.response_format,
         logprobs=logprobs,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from northchat.chat import schema
 from northchat.chat.stream import Accumulator, ChatFormat, Parser, PlainParser, Tokenizer, TurnError
 from northchat.engine import protocol
 from northchat.host.errors import ApiError, bad_request, context_overflow
@@ -16,6 +17,8 @@ from northchat.host.state import State
 from northchat.host.supervisor import Mailbox, Supervisor
 from northchat.messages import Event, Finish, FinishReason, Progress, Sampling, Stats, Turn, Usage
 
+MAX_COMPILE = 2.0
+"""Seconds that the look at a grammar may take."""
 KEEP_ALIVE = 10.0
 """Seconds of silence after which a waiting client is told that the connection lives."""
 
@@ -182,6 +185,8 @@ class Generation:
                 request.stop_ids,
                 request.min_tokens,
                 request.prompt_logprobs if choice.index == 0 else None,
+                request.grammar,
+                len(choice.ids),
             ),
         )
         self._by_rid[choice.rid] = choice
@@ -243,6 +248,7 @@ class Turns:
             raise bad_request(str(error), "messages") from error
         if len(prompt) >= limit:
             raise context_overflow(limit, len(prompt), "messages")
+        form = await self._grammar(turn, prompt)
         stop_ids = list(self.chat.stop_ids)
         named = turn.tool_choice not in ("auto", "none", "required")
         max_tokens = _clamp(turn.max_tokens, limit - len(prompt))
@@ -251,7 +257,7 @@ class Turns:
             for index in range(n)
         ]
         sampling = self._resolve(turn.sampling, turn.logprobs)
-        request = protocol.Submit(0, prompt, max_tokens, sampling, stop_ids)
+        request = protocol.Submit(0, prompt, max_tokens, sampling, stop_ids, grammar=form)
         return Generation(self._supervisor, request, choices, stop_ids)
 
     async def complete(
@@ -298,6 +304,23 @@ class Turns:
         if self._state.health.status != "ready" or limit is None:
             raise self._supervisor.unavailable()
         return limit
+
+    async def _grammar(self, turn: Turn, prompt: Sequence[int]) -> str:
+        """Of the answer, looked at before the request is queued."""
+        try:
+            form = await asyncio.to_thread(self.chat.grammar, turn, prompt)
+        except schema.SchemaError as error:
+            raise bad_request(f"{error}.", error.param, "invalid_schema") from error
+        if form:
+            try:
+                async with asyncio.timeout(MAX_COMPILE):
+                    problem = await asyncio.to_thread(schema.problem, form)
+            except TimeoutError:
+                problem = f"it takes over {MAX_COMPILE:.0f} s to prepare"
+            if problem:
+                param = "tools" if turn.response_format is None else "response_format"
+                raise bad_request(f"The JSON schema can't be enforced: {problem}", param, "invalid_schema")
+        return form
 
     def _check_tools(self, turn: Turn) -> None:
         if not turn.tools or turn.tool_choice == "none":

@@ -68,6 +68,18 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
+def token_table(path: Path) -> tuple[list[bytes], list[int]]:
+    """The UTF-8 bytes of each id, and which ids are markers; without building an encoder. Raises ModelError."""
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+        table = _byte_table(document)
+        return table, sorted(_forget_markers(document).values())
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} can't be used ({' '.join(repr(error).split())}); download it again") from error
+
+
 def _forget_markers(document: dict[str, Any]) -> dict[str, int]:
     """Take added tokens out of the encoder, ids of all others staying as they are; returns them.
 

@@ -188,7 +188,7 @@ class Core:
 def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the host, as real cores do
     parser = argparse.ArgumentParser()
-    for option in ("--model", "--device", "--dtype"):
+    for option in ("--model", "--device", "--dtype", "--tokenizer"):
         parser.add_argument(option)
     parser.add_argument("--fd", type=int)
     options = parser.parse_args()
