@@ -100,7 +100,7 @@ def test_a_request_that_cannot_be_served_ends_in_one_line(prompt: list[int], exp
 
 
 def test_a_failing_device_ends_every_request_and_the_core() -> None:
-    with serving(FakeExecutor(fail_at=3)) as (peer, _, codes):
+    with serving(FakeExecutor(fail_at=20)) as (peer, _, codes):
         for rid in range(1, 7):
             peer.submit(rid, [rid, 2, 3], 30)
         got = peer.until_finished(*range(1, 7))

@@ -136,12 +136,14 @@ def free_port() -> int:
 class Served:
     """A host on TCP, in the foreground."""
 
+    program: tuple[str, ...] = (str(HOST),)
+
     def __init__(self, script: Script, **environment: str) -> None:
         self.script = script
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, str(HOST), "--model", str(script.path), "--serve", f"127.0.0.1:{self.port}"],
+            [sys.executable, *self.program, "--model", str(script.path), "--serve", f"127.0.0.1:{self.port}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
