@@ -57,7 +57,9 @@ class Bench:
         experts = {k: config.pop(k) for k in ("before_attention", "last_experts", "most_qkv") if k in config}
         self.forced = None
         if fixed:
-            self.forced = torch.arange(self.dims.top_k, dtype=torch.int32, device="cuda").repeat(self.dims.layers, 1).mul_(fixed)
+            self.forced = (
+                torch.arange(self.dims.top_k, dtype=torch.int32, device="cuda").repeat(self.dims.layers, 1).mul_(fixed)
+            )
         return Megakernel(
             self.dims,
             self.weights,
@@ -227,7 +229,10 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
         events[name] = layers[..., 3 + i] - layers[..., 2 + i]
     events["end of layer"] = t[:, 2 : d.layers, 0] - layers[:, :-1, 8]
     events = {k: torch.where(v.abs() < 1e9, v, torch.nan) for k, v in events.items()}  # not every SM has every task
-    report = {k: [round(float(v.nanmean()) / 1e3, 3), round(float(v.nan_to_num(0).amax(0).mean()) / 1e3, 3)] for k, v in events.items()}
+    report = {
+        k: [round(float(v.nanmean()) / 1e3, 3), round(float(v.nan_to_num(0).amax(0).mean()) / 1e3, 3)]
+        for k, v in events.items()
+    }
     for i, name in enumerate(names[:5]):
         report[f"ring wait in {name} (cycles)"] = [
             round(float(layers[..., 9 + i].mean())),
@@ -245,7 +250,10 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     for event, name in ((16, "logits seen"), (17, "routed"), (18, "routing taken by the producer"), (19, "QKV handed on"), (20, "query here"),
                         (21, "attention done"), (22, "attention handed on"), (23, "all attention seen")):  # fmt: skip
         since = (layers[..., event] - passed) / 1e3
-        report[f"{name}, after the first SM passed H1"] = [round(float(since.mean()), 2), round(float(since.amax(0).mean()), 2)]
+        report[f"{name}, after the first SM passed H1"] = [
+            round(float(since.mean()), 2),
+            round(float(since.amax(0).mean()), 2),
+        ]
     arrive = layers[..., 0]
     report["arrival spread last-first, last-median"] = [
         round(float((arrive.amax(0) - arrive.amin(0)).mean()) / 1e3, 3),
@@ -301,7 +309,8 @@ def main() -> None:
         default=[],
         help="name=number,...: in_flight, early_pages, before_attention, last_experts, most_qkv, num_sms, fixed_experts (distance of the ids forced)",
     )
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--timeout", type=float, help="seconds a step may take (for sanitizers; skips the time-out test)")
+    parser.add_argument("--commit", default="", help="what to record where git is not at hand")
     parser.add_argument("--out")
     a = parser.parse_args()
     result: dict[str, Any] = {"environment": environment(), "model": a.model, "runs": []}
@@ -317,8 +326,11 @@ def main() -> None:
         entry: dict[str, Any] = {"config": config}
         result["runs"].append(entry)
         if a.check and len(result["runs"]) == 1:
-            entry["timeout"] = timeouts(bench, kernel)
-            print("time-out:", entry["timeout"], flush=True)
+            if a.timeout:
+                kernel.timeout_s = a.timeout
+            else:
+                entry["timeout"] = timeouts(bench, kernel)
+                print("time-out:", entry["timeout"], flush=True)
             entry["check"] = check(
                 bench, kernel, [int(c) for c in a.check_contexts.split(",") if int(c) < bench.max_context]
             )

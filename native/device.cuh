@@ -34,10 +34,21 @@ __device__ __forceinline__ bool passed_within(uint64_t* bar, uint32_t parity, ui
       : "memory");
   return ok;
 }
-__device__ __forceinline__ void copy(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
-               "l"(from), "r"(bytes), "r"(shared(bar))
+// For bytes that nobody reads again soon: they leave the L2 cache before what SMs hand to each other.
+__device__ __forceinline__ unsigned long long evict_first() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* bar, unsigned long long policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared(to)),
+               "l"(from), "r"(bytes), "r"(shared(bar)), "l"(policy)
                : "memory");
+}
+// Brings 16 bytes into the L1 cache; nobody waits for them.
+__device__ __forceinline__ void touch(const void* p) {
+  uint32_t a, b, c, d;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(p));
 }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int ID, int THREADS> __device__ __forceinline__ void sync() {
@@ -97,6 +108,11 @@ __device__ __forceinline__ long long now() {
   return t;
 }
 
+__device__ __forceinline__ int thread() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
 __device__ __forceinline__ unsigned clock() {
   unsigned t;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(t));

@@ -15,7 +15,8 @@
 
 namespace {
 // Registers move from the third warpgroup (producer, helper, router, watchdog) to the consumers.
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 192, OTHER_REGISTERS = 120;
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 128, CONSUMER_REGISTERS = 184, OTHER_REGISTERS = 136;
+constexpr int HELD = 1;  // row chunks that consumers hold in registers while they wait for the residual; every program begins with as many
 constexpr int MAX_QKV_CHANNELS = 128, MAX_OPROJ_UNITS = 32;  // schedule.py checks these
 enum Phase { PH_WEIGHTS = 1, PH_SLOT, PH_H1, PH_H2A, PH_H3A, PH_ACTIVATIONS, PH_RESULTS, PH_TOKEN, PH_DRAIN };
 enum Counter { C_RESIDUAL, C_TOKEN, C_QKV, C_ATTENTION = 16 };  // a line of 128 bytes each
@@ -165,6 +166,7 @@ template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char
   unsigned it = 0, next = 0, used = 0, phases = 0;  // loads, consumptions so far; per slot: ever used, parity of its last use
   unsigned long long recent = 0;                    // slots of the last loads, a nibble each
   LayerPointers following = A.layers[0];
+  const unsigned long long policy = ptx::evict_first();
 #pragma unroll 1
   for (int layer = 0; layer <= D::LAYERS; layer++) {
     b.layer = layer;
@@ -222,7 +224,7 @@ template <class D> __device__ void produce(const StepArgs& A, Shared<D>& s, char
         it++;
         if (*(volatile int*)s.gone) continue;
         ptx::expect(&s.full[slot], bytes);
-        ptx::copy(ring + slot * L::SLOT, from, bytes, &s.full[slot]);
+        ptx::copy_once(ring + slot * L::SLOT, from, bytes, &s.full[slot], policy);
       }
       next += chunks;
     }
@@ -555,6 +557,8 @@ template <class D> struct Consumer {
       : A(A), s(s), ring(ring), b{A, s.gone, (int)blockIdx.x, 0}, tid(threadIdx.x), warp(tid / 32), lane(tid % 32), g(lane / 4), t(lane % 4) {}
 
   __device__ __forceinline__ void sync() const { ptx::sync<1, CONSUMERS>(); }
+  // Reads the thread's number anew, so that addresses made from it live no longer than a task: kept for the whole step they would be spilled.
+  __device__ __forceinline__ void renew() { tid = ptx::thread(), warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4; }
   __device__ __forceinline__ bool timing() const { return D::PROBED && A.ticks && tid == 0; }
   __device__ __forceinline__ void tick(int event, long long value) const {
     b.tick(D::LAYERS, event, value);
@@ -588,6 +592,7 @@ template <class D> struct Consumer {
 
   // Adds up the residual, norms it and spreads it over the fragments.
   __device__ __forceinline__ void begin_layer() {
+    renew();
     const unsigned n = A.epoch * D::LAYERS + b.layer;
     uint16_t norm[L::ROWS];
 #pragma unroll
@@ -661,6 +666,7 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void end_layer() {
+    renew();
     const unsigned n = A.epoch * D::LAYERS + b.layer;
     if (b.layer) b.wait_bar(&s.routed, b.layer - 1, PH_ACTIVATIONS);  // no SM falls two layers behind, whether it has experts or not
     if (D::PROBED && b.sm == A.stall_sm) return;
@@ -674,31 +680,36 @@ template <class D> struct Consumer {
     for (int i = 0; i < L::ROWS; i++) ptx::add(to + row(i), fixed(acc[i]));
   }
 
-  // 8 rows times the hidden vector: this warp's part of each row goes to out[row].
-  __device__ __forceinline__ void row_chunk(float* out, const float* raw, int back = SLOTS) {
+  // This warp's part of 8 rows, and with some chunks of QKV 8 channels of the next layer's router.
+  struct Rows {
+    uint4 v[L::STEPS];
+    uint2 router;
+  };
+  __device__ __forceinline__ void load_rows(Rows& r, int back = SLOTS) {
     const char* chunk = take(back);
     const uint4* from = (const uint4*)chunk + warp * L::STEPS * 32 + lane;
-    uint4 v[L::STEPS];
 #pragma unroll
-    for (int i = 0; i < L::STEPS; i++) v[i] = from[i * 32];
-    uint2 p;
-    if (raw && tid < 2 * D::EXPERTS) p = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
+    for (int i = 0; i < L::STEPS; i++) r.v[i] = from[i * 32];
+    if (tid < 2 * D::EXPERTS) r.router = ((const uint2*)(chunk + L::ROW_CHUNK))[tid];
     release();
+  }
+  // Times the hidden vector: this warp's part of each row goes to out[row].
+  __device__ __forceinline__ void multiply_rows(const Rows& r, float* out, const float* raw) {
     float c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < L::STEPS; i++) {
-      if (i & 1) ptx::mma16(d, v[i].x, v[i].y, v[i].z, v[i].w, xb[2 * i], xb[2 * i + 1]);
-      else ptx::mma16(c, v[i].x, v[i].y, v[i].z, v[i].w, xb[2 * i], xb[2 * i + 1]);
+      if (i & 1) ptx::mma16(d, r.v[i].x, r.v[i].y, r.v[i].z, r.v[i].w, xb[2 * i], xb[2 * i + 1]);
+      else ptx::mma16(c, r.v[i].x, r.v[i].y, r.v[i].z, r.v[i].w, xb[2 * i], xb[2 * i + 1]);
     }
     if (raw && tid < 2 * D::EXPERTS) {
       raw += tid % 2 * 4;
-      router = fmaf(ptx::lower(p.x), raw[0], router), router = fmaf(ptx::upper(p.x), raw[1], router);
-      router = fmaf(ptx::lower(p.y), raw[2], router), router = fmaf(ptx::upper(p.y), raw[3], router);
+      router = fmaf(ptx::lower(r.router.x), raw[0], router), router = fmaf(ptx::upper(r.router.x), raw[1], router);
+      router = fmaf(ptx::lower(r.router.y), raw[2], router), router = fmaf(ptx::upper(r.router.y), raw[3], router);
     }
     // Columns 0 and 1 hold both halves of the vector, 2 and 3 what their rounding left over.
-    float r = (c[0] + d[0]) + (c[3] + d[3]);
-    r += __shfl_xor_sync(~0u, r, 1);
-    if (t == 0) out[g] = r;
+    float sum = (c[0] + d[0]) + (c[3] + d[3]);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    if (t == 0) out[g] = sum;
   }
 
   // 8 channels m times their columns, added to the partial sums.
@@ -725,7 +736,8 @@ template <class D> struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void rows(const Task& task) {
+  __device__ __forceinline__ void rows(const Task& task, const Rows (&held)[HELD]) {
+    renew();
     int piece = L::pieces_before(task.first);
     const int start = piece;
 #pragma unroll 1
@@ -736,7 +748,12 @@ template <class D> struct Consumer {
       for (int j = at; j < min(at + GROUP, task.count); j++) {
         const float* raw = nullptr;
         if (task.op == QKV && L::pieces_before(task.first + j + 1) > piece) raw = s.raw + (piece++ - start) * UNIT;
-        row_chunk(s.rows[buffer] + ((j - at) * WARPS + warp) * UNIT, raw);
+        Rows r;
+        if (j >= HELD) load_rows(r);
+#pragma unroll
+        for (int k = 0; k < HELD; k++)
+          if (j == k) r = held[k];
+        multiply_rows(r, s.rows[buffer] + ((j - at) * WARPS + warp) * UNIT, raw);
       }
       __syncwarp();
       if (lane == 0) ptx::arrive(&s.rows_full[buffer]);
@@ -744,11 +761,16 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void experts(const Task& task, int back) {
+    renew();
 #pragma unroll 1
     for (int u = task.first; u < task.first + task.count; u++) {
       float* part = s.gated[gated++ & 1];
 #pragma unroll 1
-      for (int i = 0; i < 2; i++) row_chunk(part + (i * WARPS + warp) * UNIT, nullptr, back);
+      for (int i = 0; i < 2; i++) {
+        Rows r;
+        load_rows(r, back);
+        multiply_rows(r, part + (i * WARPS + warp) * UNIT, nullptr);
+      }
       sync();
       float v = 0;
 #pragma unroll
@@ -766,6 +788,8 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void project(const Task& task) {
+    renew();
+    if (tid * 8 < D::HIDDEN) ptx::touch((const char*)A.norms + ((size_t)(b.layer + 1) * D::HIDDEN + tid * 8) * 2);  // soon wanted
     const long long start = timing() ? ptx::now() : 0;
     b.wait_bar(&s.o_full, outputs++, PH_ACTIVATIONS);
     if (timing()) tick(15, ptx::now() - start);
@@ -821,6 +845,7 @@ template <class D> struct Consumer {
   }
 
   __device__ __forceinline__ void attention(const Task& task, const Ahead<D>& ahead) {
+    renew();
     const Share<D> share(A, b.layer, task.count);
     if (task.count < 0) return;
     if (share.mine || share.newest) {
@@ -874,20 +899,28 @@ template <class D> struct Consumer {
 #pragma unroll 1
     for (int layer = 0; layer <= D::LAYERS; layer++) {
       b.layer = layer;
+      // Registers are landing space, too: with the first chunk in them a slot is free while the residual is not there yet.
+      const Task* task = program<D>(s, layer);
+      Rows held[HELD];
+#pragma unroll
+      for (int k = 0; k < HELD; k++) load_rows(held[k]);
       begin_layer();
+      rows(*task, held);
       const Ahead<D> ahead(A, s, layer);
       int event = 0;
+      auto mark = [&] {
+        if (!timing()) return;
+        tick(3 + event, ptx::now());
+        if (event < 5) tick(9 + event, waited);
+        waited = 0;
+      };
+      mark(), event++;
 #pragma unroll 1
-      for (const Task* task = program<D>(s, layer); task->op != END; task++, event++) {
+      for (task++; task->op != END; task++, event++) {
         if (task->op == EXPERTS_OP) experts(*task, task < ahead.attention ? SLOTS - ahead.pages : SLOTS);
         else if (task->op == ATTENTION) attention(*task, ahead);
-        else if (task->op == OPROJ) project(*task);
-        else rows(*task);
-        if (timing()) {
-          if (event < 5) tick(3 + event, ptx::now()), tick(9 + event, waited);
-          else tick(8, ptx::now());
-          waited = 0;
-        }
+        else project(*task);
+        mark();
       }
       if (layer < D::LAYERS) end_layer();
     }

@@ -70,7 +70,11 @@ def pack_columns(weight: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8]: 8 columns a unit."""
     both = torch.cat([weight, router], dim=-2)
     *lead, rows, channels = both.shape
-    return both.reshape(*lead, rows, channels // UNIT, UNIT).transpose(-3, -2).reshape(*lead, channels // UNIT, rows * UNIT)
+    return (
+        both.reshape(*lead, rows, channels // UNIT, UNIT)
+        .transpose(-3, -2)
+        .reshape(*lead, channels // UNIT, rows * UNIT)
+    )
 
 
 def unpack_columns(packed: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +261,7 @@ class Megakernel:
         schedule: Schedule | None = None,
         timeout_s: float = 1.0,
         in_flight: int = 2,
-        early_pages: int = 2,
+        early_pages: int = 0,
         native: ModuleType | None = None,
     ) -> None:
         self._native = native or extension()
@@ -298,8 +302,10 @@ class Megakernel:
         pages = -(-max_context // PAGE)
         int32 = {"dtype": torch.int32, "device": device}
         self._tables = (torch.zeros(pages, **int32), torch.zeros(pages, **int32))
-        self._known: list[tuple[int, torch.Tensor]] = [(0, torch.empty(0, dtype=torch.int32))] * 2
-        """First checked entry and entries of the tables on the device."""
+        self._known: list[tuple[int, torch.Tensor, tuple[int, int, int] | None]] = [
+            (0, torch.empty(0, dtype=torch.int32), None)
+        ] * 2
+        """First checked entry, entries and version of the tables on the device."""
         self._tasks = torch.tensor(schedule.table(), **int32)
         self._rope = rope_table(dims, max_context, device)
         self._layers = torch.tensor(
@@ -473,10 +479,22 @@ class Megakernel:
 
     def _upload(self, group: int, table: Sequence[int] | torch.Tensor, position: int, first: int) -> None:
         name, pages = ("page_table_full", "page_table_sliding")[group], self._pools[group].shape[1]
-        host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
         need = position // PAGE + 1
-        since, known = self._known[group]
-        if since <= first and need <= min(known.numel(), host.numel()) and torch.equal(known[first:need], host[first:need]):
+        since, known, version = self._known[group]
+        if isinstance(table, torch.Tensor):
+            # A tensor that nobody has written to since needs no second look.
+            seen = (table.data_ptr(), table.numel(), table._version)
+            if seen == version and since <= first and need <= known.numel():
+                return
+        else:
+            seen = None
+        host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
+        if (
+            since <= first
+            and need <= min(known.numel(), host.numel())
+            and torch.equal(known[first:need], host[first:need])
+        ):
+            self._known[group] = (since, known, seen)
             return
         if host.dim() != 1 or host.numel() < need:
             raise ValueError(f"{name} needs {need} entries for position {position}, has {host.numel()}")
@@ -485,5 +503,5 @@ class Megakernel:
             raise ValueError(f"{name} names a page outside 0..{pages - 1}: {int(used.min())}..{int(used.max())}")
         if need > self._tables[group].numel():
             raise ValueError(f"{name} is longer than max_context {self.max_context} allows")
-        self._known[group] = (first, host[:need].clone())
+        self._known[group] = (first, host[:need].clone(), seen)
         self._tables[group][:need].copy_(host[:need])

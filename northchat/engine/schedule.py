@@ -210,9 +210,9 @@ def build(
     num_sms: int,
     *,
     sm_weights: Sequence[float] | None = None,
-    before_attention: int = 8,
+    before_attention: int = 11,
     last_experts: int = 0,
-    most_qkv: int = 2,
+    most_qkv: int = 1,
 ) -> Schedule:
     """Task lists for `num_sms` SMs.
 
@@ -250,6 +250,8 @@ def build(
             head = max(0, min(round((before_attention - n_qkv) / 3), n_expert - last))
             middle = n_expert - head - last
             split = Task(Op.ATTENTION, sm % dims.kv_heads, sm // dims.kv_heads if sm < splits * dims.kv_heads else -1)
+            if not n_qkv:
+                raise ValueError(f"{dims.name} has too little work for {num_sms} SMs: every SM needs a QKV unit")
             tasks = [
                 Task(Op.QKV, qkv, n_qkv),
                 Task(Op.EXPERTS, expert, head),
@@ -260,13 +262,17 @@ def build(
             ]
             pieces = dims.router_pieces_before(qkv + n_qkv) - dims.router_pieces_before(qkv)
             if n_oproj > MAX_OPROJ_UNITS or pieces * UNIT > MAX_QKV_CHANNELS:
-                raise ValueError(f"{dims.name} does not fit {num_sms} SMs: SM {sm} would project {n_oproj} units and route {pieces}")
+                raise ValueError(
+                    f"{dims.name} does not fit {num_sms} SMs: SM {sm} would project {n_oproj} units and route {pieces}"
+                )
             programs[kind].append([t for t in tasks if t.count or t.op is Op.ATTENTION])
             qkv, expert, oproj = qkv + n_qkv, expert + n_expert, oproj + n_oproj
     head_counts, at = deal(dims.vocab // UNIT, weights), 0
     programs[Kind.HEAD] = []
     for count in head_counts:
-        programs[Kind.HEAD].append([Task(Op.HEAD, at, count)] if count else [])
+        if not count:
+            raise ValueError(f"{dims.name} has too little work for {num_sms} SMs: every SM needs a unit of the head")
+        programs[Kind.HEAD].append([Task(Op.HEAD, at, count)])
         at += count
     return Schedule(dims, num_sms, programs)
 
@@ -276,6 +282,8 @@ def apportion(units: int, shares: Sequence[float], left: Sequence[float], above:
     low = [int(units * share / sum(shares)) for share in shares]
     out = list(low)
     for _ in range(units - sum(out)):
-        best = max((i for i in range(len(out)) if out[i] < low[i] + above), key=lambda i: (left[i] - out[i], -low[i], -i))
+        best = max(
+            (i for i in range(len(out)) if out[i] < low[i] + above), key=lambda i: (left[i] - out[i], -low[i], -i)
+        )
         out[best] += 1
     return out
