@@ -481,7 +481,7 @@ class Megakernel:
         name, pages = ("page_table_full", "page_table_sliding")[group], self._pools[group].shape[1]
         need = position // PAGE + 1
         since, known, version = self._known[group]
-        if isinstance(table, torch.Tensor):
+        if isinstance(table, torch.Tensor) and not table.is_inference():
             # A tensor that nobody has written to since needs no second look.
             seen = (table.data_ptr(), table.numel(), table._version)
             if seen == version and since <= first and need <= known.numel():
