@@ -5,6 +5,7 @@ that a model may choose freely is white space that it may never stop writing.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_PATTERN = 4 << 10
 MAX_CALLS = 16
 """In one answer that must be calls."""
 
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n\s+\d+ \| .*|<non-verbose/>", re.DOTALL)
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -78,8 +80,13 @@ def problem(grammar: str) -> str:
     # Not for hosts that never see a grammar.
     from llguidance import LLMatcher, LLParserLimits
 
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
-    return " ".join(messages[0].replace("<non-verbose/>", "").split())[:300] if failed else ""
+    limits = LLParserLimits(verbose_errors=False)
+    try:
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    except BaseException as error:  # the library panics on some nonsense, and a panic is no Exception
+        return f"it makes no sense ({type(error).__name__})"
+    # The message, without place and excerpt of a grammar that nobody wrote.
+    return " ".join(_PLACE.sub("", messages[0]).split())[:300] if failed else ""
 
 
 def forces_call(turn: Turn) -> bool:
@@ -141,7 +148,7 @@ def _wanted(turn: Turn) -> str | None:
 def _schema(schema: dict[str, Any], name: str, param: str, lenient: bool) -> str:
     _check(schema, name, param)
     style = _STYLE | ({"lenient": True} if lenient else {})
-    return json.dumps(schema | {"x-guidance": style}, ensure_ascii=False)
+    return json.dumps(schema | {"x-guidance": style})
 
 
 def _check(schema: dict[str, Any], name: str, param: str) -> None:

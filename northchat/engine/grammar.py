@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -70,15 +70,9 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, grammar: str, generated: Sequence[int]) -> Matcher:
-        from llguidance import LLMatcher
-
         known = self._compiled.pop(grammar, None)
         if known is None:
-            if self._tables is None:
-                self._tables = self._load()
-            known = LLMatcher(self._tables, grammar, log_level=0, limits=_limits())
-            if known.is_error():
-                raise GrammarError(_line(known.get_error()))
+            known = self._compile(grammar)
             if len(self._compiled) >= KEPT:
                 self._compiled.popitem(last=False)
         self._compiled[grammar] = known
@@ -86,6 +80,20 @@ class Grammars:
         if matcher.problem:
             raise GrammarError(matcher.problem)
         return matcher
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        if self._tables is None:
+            self._tables = self._load()
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            compiled = LLMatcher(self._tables, grammar, log_level=0, limits=limits)
+        except BaseException as error:  # the library panics on some nonsense, and a panic is no Exception
+            raise GrammarError(f"the answer's grammar makes no sense ({type(error).__name__})") from error
+        if compiled.is_error():
+            raise GrammarError(_line(compiled.get_error()))
+        return compiled
 
     def _load(self) -> "LLTokenizer":
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -111,12 +119,6 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return []
-
-
-def _limits() -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(verbose_errors=False)
 
 
 def _line(message: str) -> str:

@@ -182,6 +182,8 @@ def test_an_answer_goes_on_from_any_of_its_ids(rig: Rig) -> None:
     ("more", "message"),
     [
         ({"grammar": "start: %json {"}, ""),
+        ({"grammar": f'start: %json {{"multipleOf": "{"a" * 97}üüüü"}}'}, ""),
+        ({"grammar": f'start: %json {{"multipleOf": "{"a" * 98}üüüü"}}'}, ""),
         ({"grammar": 'start: "a"', "answered": [5, 5]}, "can't be followed"),
     ],
 )

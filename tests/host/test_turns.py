@@ -12,7 +12,7 @@ from northchat.engine.protocol import Output, Submit
 from northchat.host.state import State
 from northchat.host.supervisor import Mailbox, Supervisor
 from northchat.host.turns import Turns
-from northchat.messages import Event, Finish, Message, Reasoning, Sampling, Text, Turn
+from northchat.messages import Event, Finish, Message, Reasoning, Sampling, Text, ToolSpec, Turn
 
 
 class NorthBytes(ByteTokenizer):
@@ -131,3 +131,17 @@ async def test_nothing_is_forced_without_room_or_after_a_stop_string(turn: dict[
     supervisor = FakeSupervisor([output(END_THINKING, START_TEXT, "!", END, finish="stop")])
     told(await answer(supervisor, **turn))
     assert len(supervisor.requests) == 1
+
+
+async def test_what_is_forced_fits_what_is_demanded() -> None:
+    call = '[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}]'
+    supervisor = FakeSupervisor(
+        [output("x") for _ in range(750)],
+        [output(call, Marker.END_ACTION.value, END, finish="stop")],
+    )
+    finish = told(await answer(supervisor, max_tokens=1000, tools=[ToolSpec("now")], tool_choice="required"))[2]
+    assert finish.reason == "tool_calls"
+    first, second = supervisor.requests
+    assert second.prompt[len(first.prompt) :] == TOKENIZER.ids("x" * 750, END_THINKING, Marker.START_ACTION.value)
+    assert (first.generated, second.generated) == (0, 752)
+    assert first.grammar == second.grammar != ""
