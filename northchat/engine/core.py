@@ -291,6 +291,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def _orphaned(sock: socket.socket) -> bool:
+    """Whether the host died before it could be our death's cause: the kernel tells of later deaths only."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
 def _serve(args: argparse.Namespace, sock: socket.socket) -> int:
     device = importlib.import_module(f"northchat.engine.{args.device}")
     executor: Executor = device.load(args.model, args.dtype, _LoadingProgress(sock))
@@ -316,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=args.fd) as sock:
         try:
-            return _serve(args, sock)
+            return 0 if _orphaned(sock) else _serve(args, sock)
         except (BrokenPipeError, ConnectionResetError):
             return 0
         except Exception as error:

@@ -268,6 +268,15 @@ def test_the_process_ends_with_its_host_even_while_it_loads() -> None:
         time.sleep(0.02)
 
 
+def test_a_process_whose_host_is_gone_when_it_starts_loads_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        command = [*program(seconds=60), "--model", "model", "--fd", str(theirs.fileno())]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], env=ENVIRONMENT, timeout=20, check=False)
+    assert done.returncode == 0
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
