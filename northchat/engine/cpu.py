@@ -13,8 +13,8 @@ from northchat.engine.protocol import Logprob
 from northchat.engine.sampler import logprobs, sample
 from northchat.engine.threads import Threads
 from northchat.model import cohere2_moe, llama
+from northchat.model.checkpoint import open_weights
 from northchat.model.paged_kv import PagedKV, Plan, Span
-from northchat.model.weights import open_weights
 
 MAX_THREADS = 16
 """Beyond so many cores memory, not arithmetic, limits decoding."""

@@ -31,7 +31,7 @@ class ModelFiles:
     """A model that is on this machine."""
 
     path: Path
-    """What `weights.open_weights` opens."""
+    """What `checkpoint.open_weights` opens."""
     tokenizer_json: Path
     config: dict[str, Any]
     """As `weights.Weights.config` for GGUF; config.json as it is for a directory."""

@@ -48,20 +48,6 @@ class Weights(Protocol):
         """
 
 
-def open_weights(path: Path) -> Weights:
-    """Open a GGUF file or a directory with config.json and safetensors; reads headers only.
-
-    Raises ModelError when it is neither, damaged, or of an architecture that we can't run.
-    """
-    if path.is_dir():
-        from northchat.model.safetensors import SafetensorsWeights
-
-        return SafetensorsWeights(path)
-    from northchat.model.gguf import GGUFFile
-
-    return GGUFFile(path)
-
-
 def missing(name: str, path: Path) -> ModelError:
     return ModelError(f"{path} has no tensor {name}; the file is incomplete or of another architecture")
 

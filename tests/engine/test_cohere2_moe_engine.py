@@ -18,8 +18,8 @@ from northchat.engine.cpu import CpuExecutor, kv_groups, load
 from northchat.engine.kv_cache import peak_pages, plan
 from northchat.engine.protocol import Sampling
 from northchat.model import cohere2_moe
+from northchat.model.checkpoint import open_weights
 from northchat.model.cohere2_moe import Cohere2Moe, Cohere2MoeConfig
-from northchat.model.weights import open_weights
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 64, 33, 16, 48, 9])]
 OUTPUTS = 30

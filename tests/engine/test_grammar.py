@@ -23,9 +23,9 @@ from northchat.engine.protocol import Abort, Sampling, Shutdown, send
 from northchat.engine.sampler import sample
 from northchat.messages import Message, ToolSpec, Turn
 from northchat.messages import Sampling as Asked
+from northchat.model.checkpoint import open_weights
 from northchat.model.cohere2_moe import Cohere2Moe, load
 from northchat.model.tokenizer import Tokenizer
-from northchat.model.weights import open_weights
 
 PATH = {"type": "string", "maxLength": 12}
 TOOLS = [

@@ -8,9 +8,10 @@ from model_files import CHATML, CORPUS, byte_level_bpe, tensors, write_gguf, wri
 
 from northchat.messages import Sampling
 from northchat.model import catalog
+from northchat.model.checkpoint import open_weights
 from northchat.model.commands import cli, human_bytes
 from northchat.model.tokenizer import Tokenizer
-from northchat.model.weights import ModelError, open_weights
+from northchat.model.weights import ModelError
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ from north_checkpoint import NORTH, PAGE, SIZES, WINDOW, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from northchat.model.checkpoint import open_weights
 from northchat.model.cohere2_moe import Cohere2Moe, Cohere2MoeConfig, load
 from northchat.model.paged_kv import PagedKV, Span
-from northchat.model.weights import ModelError, open_weights
+from northchat.model.weights import ModelError
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,9 @@ from model_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, WIDTH, header
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from northchat.model.checkpoint import open_weights
 from northchat.model.gguf import GGUFFile
-from northchat.model.weights import ModelError, open_weights
+from northchat.model.weights import ModelError
 
 SHAPES = {
     "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),

@@ -11,9 +11,10 @@ from transformers import LlamaConfig as Reference
 from transformers import LlamaForCausalLM
 
 from northchat.model import llama
+from northchat.model.checkpoint import open_weights
 from northchat.model.linear import DENSE_ROWS
 from northchat.model.paged_kv import PagedKV, Span
-from northchat.model.weights import ModelError, open_weights
+from northchat.model.weights import ModelError
 
 PAGE = 16
 LENGTH = 50

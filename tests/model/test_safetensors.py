@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from northchat.model.weights import ModelError, open_weights
+from northchat.model.checkpoint import open_weights
+from northchat.model.weights import ModelError
 
 CONFIG = LlamaConfig(
     vocab_size=64,
