@@ -153,6 +153,12 @@ class SlowIndex:
                     self.answer("text/html", link.encode(), wait=False)
 
             def answer(self, kind: str, body: bytes, wait: bool) -> None:
+                try:
+                    self.send(kind, body, wait)
+                except ConnectionError:  # hung up with bytes on their way
+                    index.hung_up.set()
+
+            def send(self, kind: str, body: bytes, wait: bool) -> None:
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
