@@ -5,9 +5,9 @@
     python benchmarks/decode.py --timeline timeline.json # where each SM's time goes
     python benchmarks/decode.py --config in_flight=2 --config in_flight=3,last_experts=1   # several settings in one run
 
-Speed is measured three ways: `step` is the public step, whose token the host waits for; `ahead` launches each step before the last
-one's token is known (it never leaves the device), as the executor does; `kernel` is the time between events around single launches.
-Random routing: each step's experts are as the random router chooses them.
+Speed is measured three ways: `step` is the public step, whose token the host waits for; `ahead` launches each step
+before the last one's token is known (it never leaves the device), as the executor does; `kernel` is the time between
+events around single launches. Random routing: each step's experts are as the random router chooses them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Bench:
 
 
 def check(bench: Bench, kernel: Megakernel, contexts: list[int]) -> dict[str, Any]:
-    """Relative errors of logits and of each layer's residual against the fp32 reference, with the routing that the kernel chose."""
+    """Relative errors of logits and of each layer's residual against the fp32 reference, with the routing that the
+    kernel chose.
+    """
     d, result = bench.dims, {}
     hidden = torch.zeros(d.layers + 1, d.hidden, device="cuda")
     for position in contexts:
@@ -115,7 +117,8 @@ def check(bench: Bench, kernel: Megakernel, contexts: list[int]) -> dict[str, An
         }
         r = result[str(position)]
         print(
-            f"position {position:6}: logits {r['logit_error']:.2e}, residual max {max(errors):.2e} (layer {errors.index(max(errors))}), "
+            f"position {position:6}: logits {r['logit_error']:.2e}, residual max {max(errors):.2e} "
+            f"(layer {errors.index(max(errors))}), "
             f"token {got} (reference {r['reference_token']}), routed alike in {same} of {d.layers - 1} layers",
             flush=True,
         )
@@ -213,7 +216,9 @@ def bandwidth(bench: Bench, seconds: float = 3.0) -> float:
 
 
 def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
-    """ns per layer and SM of one step: arrival, H1 passed, normed, end of each task; cycles that the first consumer warp waited for the ring."""
+    """ns per layer and SM of one step: arrival, H1 passed, normed, end of each task; cycles that the first consumer
+    warp waited for the ring.
+    """
     d, ticks = (
         bench.dims,
         torch.zeros(kernel.schedule.num_sms, bench.dims.layers + 1, 24, dtype=torch.int64, device="cuda"),
@@ -247,8 +252,9 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
         round(float(layers[..., 15].amax(0).mean()) / 1e3, 3),
     ]
     passed = layers[..., 1].amin(0)
-    for event, name in ((16, "logits seen"), (17, "routed"), (18, "routing taken by the producer"), (19, "QKV handed on"), (20, "query here"),
-                        (21, "attention done"), (22, "attention handed on"), (23, "all attention seen")):  # fmt: skip
+    chain = ("logits seen", "routed", "routing taken by the producer", "QKV handed on", "query here", "attention done",
+             "attention handed on", "all attention seen")  # fmt: skip
+    for event, name in enumerate(chain, 16):
         since = (layers[..., event] - passed) / 1e3
         report[f"{name}, after the first SM passed H1"] = [
             round(float(since.mean()), 2),
@@ -307,9 +313,10 @@ def main() -> None:
         "--config",
         action="append",
         default=[],
-        help="name=number,...: in_flight, early_pages, before_attention, last_experts, most_qkv, num_sms, fixed_experts (distance of the ids forced)",
+        help="name=number,...: in_flight, early_pages, before_attention, last_experts, most_qkv, num_sms, "
+        "fixed_experts (distance of the ids forced)",
     )
-    parser.add_argument("--timeout", type=float, help="seconds a step may take (for sanitizers; skips the time-out test)")
+    parser.add_argument("--timeout", type=float, help="seconds for a step (sanitizers); no time-out test")
     parser.add_argument("--commit", default="", help="what to record where git is not at hand")
     parser.add_argument("--out")
     a = parser.parse_args()
@@ -341,8 +348,10 @@ def main() -> None:
             entry["speed"] = [speed(bench, kernel, c, a.steps) for c in contexts if c + a.steps <= bench.max_context]
             for r in entry["speed"]:
                 print(
-                    f"{text or 'default':40} context {r['context']:6}: step {r['step_us']:7.1f} us {r['step_tok_s']:6.1f} tok/s | ahead "
-                    f"{r['ahead_us']:7.1f} us {r['ahead_tok_s']:6.1f} tok/s | kernel {r['kernel_us']:7.1f} us | {r['bytes'] / 1e9:.3f} GB, "
+                    f"{text or 'default':40} context {r['context']:6}: step {r['step_us']:7.1f} us {r['step_tok_s']:6.1f} tok/s | "
+                    "ahead "
+                    f"{r['ahead_us']:7.1f} us {r['ahead_tok_s']:6.1f} tok/s | kernel {r['kernel_us']:7.1f} us | "
+                    f"{r['bytes'] / 1e9:.3f} GB, "
                     f"{100 * r['of_peak']:.1f} % of 4.70 TB/s",
                     flush=True,
                 )

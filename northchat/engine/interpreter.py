@@ -1,8 +1,8 @@
 """Runs the megakernel's own schedule in torch, from the same packed buffers, on any device.
 
-Every SM is a coroutine that walks its task list, computes from the byte ranges that the kernel's ring would carry, and stops where the
-kernel would wait. If all of them stop, the schedule has a cycle and `Deadlock` is raised. Arithmetic is fp32 throughout.
-`reference_step` is the model written down plainly, from unpacked weights, to compare with.
+Every SM is a coroutine that walks its task list, computes from the byte ranges that the kernel's ring would carry, and
+stops where the kernel would wait. If all of them stop, the schedule has a cycle and `Deadlock` is raised. Arithmetic is
+fp32 throughout. `reference_step` is the model written down plainly, from unpacked weights, to compare with.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def floats(buffer: torch.Tensor, first: int, count: int) -> torch.Tensor:
 class Interpreter:
     """One sequence's steps. Pools as `kv_pool` makes them, on the CPU or a GPU.
 
-    After a step: `produced` counts how often each (layer, op, unit) was computed, `streamed` the weight bytes of each (SM, layer),
-    `logits` [vocab] and `hidden` [layers + 1, hidden] are fp32, `routing` the experts of each layer by rank.
+    After a step: `produced` counts how often each (layer, op, unit) was computed, `streamed` the weight bytes of each
+    (SM, layer), `logits` [vocab] and `hidden` [layers + 1, hidden] are fp32, `routing` the experts of each layer by
+    rank.
     """
 
     def __init__(self, weights: Weights, schedule: Schedule, kv_full: torch.Tensor, kv_sliding: torch.Tensor) -> None:
@@ -217,7 +218,7 @@ class Interpreter:
         mine, newest = range(split, pages, splits), split == pages % splits
         if mine or newest:
             yield from self._until(f"qkv {head}", (layer + 1) * d.qkv_units // d.kv_heads)
-            q, k, v = self.qkv.view(d.kv_heads, GROUP + 2, HEAD_DIM)[head].split([GROUP, 1, 1])
+            q, k, v = self.qkv.view(d.kv_heads, GROUP + 2, HEAD_DIM)[head].tensor_split([GROUP, GROUP + 1])
             group = 0 if d.full(layer) else 1
             keys, values = [], []
             for index in mine:
@@ -259,10 +260,11 @@ def reference_step(
     routing: list[torch.Tensor] | None = None,
     hidden: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Logits [vocab] of one token in fp32 from a checkpoint's own tensors: parallel attention and mixture block, RMSNorm, sigmoid top-k.
+    """Logits [vocab] of one token in fp32 from a checkpoint's own tensors: parallel attention and mixture block,
+    RMSNorm, sigmoid top-k.
 
-    cache[layer]: keys and values [kv_heads, tokens, 128] of all earlier tokens; replaced by one token more, rounded to bf16 as a cache
-    would hold them. routing and hidden, if given, receive each layer's experts and input.
+    cache[layer]: keys and values [kv_heads, tokens, 128] of all earlier tokens; replaced by one token more, rounded to
+    bf16 as a cache would hold them. routing and hidden, if given, receive each layer's experts and input.
     """
     d = dims
     h = get("model.embed_tokens.weight")[token].float()
@@ -319,31 +321,31 @@ def reference_step(
 def random_weights(dims: Dims, seed: int = 0, device: str | torch.device = "cpu") -> Get:
     """Seeded random bf16 tensors with the statistics of the real model's layer 1, made when asked for.
 
-    Standard deviations: q 0.03074, k 0.05046, v 0.01320, o 0.02061, router 0.08388, gate 0.02188, up 0.02144, down 0.0268; norms
-    0.2410 +- 0.0469; embedding 0.05 (assumed). Names as in `Weights.pack`, experts fused.
+    Standard deviations: q 0.03074, k 0.05046, v 0.01320, o 0.02061, router 0.08388, gate 0.02188, up 0.02144, down
+    0.0268; norms 0.2410 +- 0.0469; embedding 0.05 (assumed). Names as in `Weights.pack`, experts fused.
     """
-    spread = {
-        "q_proj": 0.03074, "k_proj": 0.05046, "v_proj": 0.01320, "o_proj": 0.02061, "gate": 0.08388, "gate_proj": 0.02188,
-        "up_proj": 0.02144, "down_proj": 0.0268, "gate_up_proj": 0.02166, "embed_tokens": 0.05,
-    }  # fmt: skip
     d, q, kv = dims, dims.heads * HEAD_DIM, dims.kv_heads * HEAD_DIM
-    shapes = {
-        "q_proj": (q, d.hidden), "k_proj": (kv, d.hidden), "v_proj": (kv, d.hidden), "o_proj": (d.hidden, q),
-        "gate": (d.experts, d.hidden), "gate_proj": (d.dense_intermediate, d.hidden), "up_proj": (d.dense_intermediate, d.hidden),
-        "gate_up_proj": (d.experts, 2 * d.intermediate, d.hidden), "embed_tokens": (d.vocab, d.hidden),
-    }  # fmt: skip
+    matrices: dict[str, tuple[float, tuple[int, ...]]] = {
+        "q_proj": (0.03074, (q, d.hidden)),
+        "k_proj": (0.05046, (kv, d.hidden)),
+        "v_proj": (0.01320, (kv, d.hidden)),
+        "o_proj": (0.02061, (d.hidden, q)),
+        "gate": (0.08388, (d.experts, d.hidden)),
+        "gate_proj": (0.02188, (d.dense_intermediate, d.hidden)),
+        "up_proj": (0.02144, (d.dense_intermediate, d.hidden)),
+        "down_proj": (0.0268, (d.hidden, d.dense_intermediate)),
+        "gate_up_proj": (0.02166, (d.experts, 2 * d.intermediate, d.hidden)),
+        "experts.down_proj": (0.0268, (d.experts, d.hidden, d.intermediate)),
+        "embed_tokens": (0.05, (d.vocab, d.hidden)),
+    }
 
     def get(name: str) -> torch.Tensor:
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         generator = torch.Generator(device).manual_seed(hash_name(name, seed))
         if kind in ("input_layernorm", "norm"):
             return torch.empty(d.hidden, device=device).normal_(0.2410, 0.0469, generator=generator).bfloat16()
-        if kind == "down_proj":
-            dense = ".experts." not in name
-            shape = (d.hidden, d.dense_intermediate) if dense else (d.experts, d.hidden, d.intermediate)
-        else:
-            shape = shapes[kind]
-        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, spread[kind], generator=generator)
+        spread, shape = matrices["experts.down_proj" if name.endswith("experts.down_proj") else kind]
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, spread, generator=generator)
 
     return get
 

@@ -43,15 +43,15 @@ class MegakernelError(RuntimeError):
         self.layer, self.phase, self.sm = layer, phase, sm
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------------------
 
 
 def pack_rows(weight: torch.Tensor) -> torch.Tensor:
     """[rows, hidden] bf16 -> [rows/8, 8*hidden] in the order of tensor-core fragments.
 
-    A chunk is an m16 tile that holds the first half of the hidden vector in its rows 0-7 and the second in its rows 8-15, so
-    8 rows are complete in one SM. Order: unit, warp (a 16th of the hidden vector in each half), k-step of 16, lane (row*4 + t),
-    then the lane's 8 elements as (k-octet, half, pair element).
+    A chunk is an m16 tile that holds the first half of the hidden vector in its rows 0-7 and the second in its rows
+    8-15, so 8 rows are complete in one SM. Order: unit, warp (a 16th of the hidden vector in each half), k-step of 16,
+    lane (row*4 + t), then the lane's 8 elements as (k-octet, half, pair element).
     """
     rows, hidden = weight.shape
     steps = hidden // 2 // WARPS // 16
@@ -67,7 +67,9 @@ def unpack_rows(packed: torch.Tensor, hidden: int) -> torch.Tensor:
 
 
 def pack_columns(weight: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8]: 8 columns a unit."""
+    """[..., hidden, channels] and the folded router [..., experts, channels] -> [..., channels/8, (hidden+experts)*8]:
+    8 columns a unit.
+    """
     both = torch.cat([weight, router], dim=-2)
     *lead, rows, channels = both.shape
     return (
@@ -103,8 +105,9 @@ class LayerWeights:
 class Weights:
     """A model in the order in which the kernel's ring streams it.
 
-    Besides the checkpoint's own weights it holds the router of layer l+1 multiplied into layer l's output projection and down
-    projections (2 % more bytes): the router's logits are linear in the residual, so they are ready as soon as the residual is.
+    Besides the checkpoint's own weights it holds the router of layer l+1 multiplied into layer l's output projection
+    and down projections (2 % more bytes): the router's logits are linear in the residual, so they are ready as soon as
+    the residual is.
     """
 
     dims: Dims
@@ -114,13 +117,14 @@ class Weights:
 
     @classmethod
     def pack(cls, dims: Dims, get: Get, *, device: str | torch.device = "cuda") -> Weights:
-        """Repacks tensor by tensor, in the order of layers: each name is asked for once, and may be dropped by `get` after the next call.
+        """Repacks tensor by tensor, in the order of layers: each name is asked for once, and may be dropped by `get`
+        after the next call.
 
         get(name): a bf16 tensor by its name in transformers: model.embed_tokens.weight, model.norm.weight, and under
-        model.layers.{l}.: input_layernorm.weight, self_attn.{q,k,v,o}_proj.weight, mlp.gate.weight (router, layers >= 1),
-        mlp.{gate,up,down}_proj.weight (layer 0). Experts are asked for as mlp.experts.gate_up_proj [experts, 2*intermediate, hidden]
-        and mlp.experts.down_proj [experts, hidden, intermediate]; where `get` raises KeyError, as
-        mlp.experts.{e}.{gate,up,down}_proj.weight. The norm and the router of layer l+1 are asked for with layer l.
+        model.layers.{l}.: input_layernorm.weight, self_attn.{q,k,v,o}_proj.weight, mlp.gate.weight (router, layers >=
+        1), mlp.{gate,up,down}_proj.weight (layer 0). Experts are asked for as mlp.experts.gate_up_proj [experts,
+        2*intermediate, hidden] and mlp.experts.down_proj [experts, hidden, intermediate]; where `get` raises KeyError,
+        as mlp.experts.{e}.{gate,up,down}_proj.weight. The norm and the router of layer l+1 are asked for with layer l.
         Raises ValueError on a wrong shape.
         """
 
@@ -214,7 +218,9 @@ def interleave_router(dims: Dims, qkv: torch.Tensor, router: torch.Tensor) -> to
 
 
 def rope_table(dims: Dims, positions: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """[positions, 64, 2] bf16: cosine and sine of position * theta^(-2i/128), angle in fp32, rounded to bf16 as the reference rounds them."""
+    """[positions, 64, 2] bf16: cosine and sine of position * theta^(-2i/128), angle in fp32, rounded to bf16 as the
+    reference rounds them.
+    """
     inverse = 1.0 / dims.rope_theta ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.int64).float() / HEAD_DIM)
     angle = torch.arange(positions, device=device).float()[:, None] * inverse.to(device)[None]
     return torch.stack([angle.cos(), angle.sin()], dim=-1).bfloat16().contiguous()
@@ -228,25 +234,27 @@ def kv_pool(layers: int, pages: int, kv_heads: int, device: str | torch.device =
 def extension() -> ModuleType:
     """The compiled module; raises MegakernelUnavailable where it was not built."""
     try:
-        from northchat import _megakernel
+        import northchat._megakernel as native
     except ImportError as error:
         raise RuntimeError(
             "northchat was installed without its CUDA extension; install it again where nvcc >= 12.4 is on PATH"
         ) from error
-    return _megakernel
+    found: ModuleType = native
+    return found
 
 
-# ---- the kernel --------------------------------------------------------------------------------------------------------
+# ---- the kernel --------------------------------------------------------------------------------------------
 
 
 class Megakernel:
     """One sequence's decode steps on one GPU.
 
-    kv_full, kv_sliding: pools as `kv_pool` makes them, of the full and of the sliding layers (pages of each group are numbered
-    separately; a page id holds for all layers of its group). max_context: tokens up to which positions may go.
+    kv_full, kv_sliding: pools as `kv_pool` makes them, of the full and of the sliding layers (pages of each group are
+    numbered separately; a page id holds for all layers of its group). max_context: tokens up to which positions may go.
     num_sms: blocks to launch, at most the device's SMs (all of them if None); they must be free, or a step times out.
-    in_flight: chunks (32 KB) that an SM keeps in flight at most. early_pages: KV pages of a layer loaded before its first expert.
-    Raises ValueError on arguments that don't fit each other, RuntimeError without a Hopper GPU or the extension.
+    in_flight: chunks (32 KB) that an SM keeps in flight at most. early_pages: KV pages of a layer loaded before its
+    first expert. Raises ValueError on arguments that don't fit each other, RuntimeError without a Hopper GPU or the
+    extension.
     """
 
     def __init__(
@@ -300,13 +308,19 @@ class Megakernel:
         self.device, self.in_flight, self.early_pages, self.timeout_s = device, in_flight, early_pages, timeout_s
         self._pools = (kv_full, kv_sliding)
         pages = -(-max_context // PAGE)
-        int32 = {"dtype": torch.int32, "device": device}
-        self._tables = (torch.zeros(pages, **int32), torch.zeros(pages, **int32))
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def ones(*shape: int) -> torch.Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        self._tables = (zeros(pages), zeros(pages))
         self._known: list[tuple[int, torch.Tensor, tuple[int, int, int] | None]] = [
             (0, torch.empty(0, dtype=torch.int32), None)
         ] * 2
         """First checked entry, entries and version of the tables on the device."""
-        self._tasks = torch.tensor(schedule.table(), **int32)
+        self._tasks = torch.tensor(schedule.table(), dtype=torch.int32, device=device)
         self._rope = rope_table(dims, max_context, device)
         self._layers = torch.tensor(
             [[w.qkv.data_ptr(), w.experts.data_ptr(), w.oproj.data_ptr(), 0] for w in weights.layers]
@@ -316,20 +330,19 @@ class Megakernel:
         )
         if bool((self._layers % 16).any()):
             raise ValueError("weights must be aligned to 16 bytes")
-        fp32 = {"dtype": torch.float32, "device": device}
         self._norms = torch.stack([*(w.norm for w in weights.layers), weights.norm]).contiguous()
-        self._sums = torch.zeros(3, dims.hidden + dims.experts, dtype=torch.int64, device=device)
+        self._sums = zeros(3, dims.hidden + dims.experts, dtype=torch.int64)
         # Words are tagged with their layer's number, whose first is 0: all ones is an older one.
-        self._qkv = torch.full((dims.qkv_units * UNIT,), -1, **int32)
-        self._partials = torch.full((schedule.splits, dims.heads, HEAD_DIM), -1, **int32)
-        self._softmax = torch.full((schedule.splits, dims.heads, 2), -1, **int32)
-        self._counters = torch.zeros(32, 32, **int32)
-        self._best = torch.zeros(schedule.num_sms, 2, **int32)
-        self._out = torch.zeros(8, **int32)
+        self._qkv = ones(dims.qkv_units * UNIT)
+        self._partials = ones(schedule.splits, dims.heads, HEAD_DIM)
+        self._softmax = ones(schedule.splits, dims.heads, 2)
+        self._counters = zeros(32, 32)
+        self._best = zeros(schedule.num_sms, 2)
+        self._out = zeros(8)
         """token, -, error word (2 x 32 bits)"""
-        self.routing = torch.zeros(dims.layers, dims.top_k, **int32)
+        self.routing = zeros(dims.layers, dims.top_k)
         """Experts of the last step in order of rank, on the device; layer 0 is unused."""
-        self.logits = torch.zeros(dims.vocab, **fp32)
+        self.logits = zeros(dims.vocab, dtype=torch.float32)
         self._epoch = 0
         self._mailbox = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._launcher = self._native.Launcher(
@@ -407,13 +420,14 @@ class Megakernel:
     ) -> None:
         """Queues a step on the current stream and returns at once.
 
-        token: None takes the token of the step before, which never leaves the device. Page tables (host): physical page of each
-        logical page 0..position // 64; on sliding layers entries before the window are ignored (-1 will do). Key and value of
-        the new token are written into both groups' pages. temperature 0 is greedy, else the token is drawn by Gumbel-max from
-        (seed, position). force_routing: int32 [layers, top_k] on the device, experts to take instead of the best (row 0 unused).
-        hidden: fp32 [layers + 1, hidden], receives the residual before each layer and after the last. ticks: int64
-        [num_sms, layers + 1, 24], receives times in ns (docs/megakernel.md). stall_sm: an SM that stops signalling, to test time-outs.
-        Raises ValueError on any argument out of range, before anything is queued.
+        token: None takes the token of the step before, which never leaves the device. Page tables (host): physical page
+        of each logical page 0..position // 64; on sliding layers entries before the window are ignored (-1 will do).
+        Key and value of the new token are written into both groups' pages. temperature 0 is greedy, else the token is
+        drawn by Gumbel-max from (seed, position). force_routing: int32 [layers, top_k] on the device, experts to take
+        instead of the best (row 0 unused). hidden: fp32 [layers + 1, hidden], receives the residual before each layer
+        and after the last. ticks: int64 [num_sms, layers + 1, 24], receives times in ns (docs/megakernel.md). stall_sm:
+        an SM that stops signalling, to test time-outs. Raises ValueError on any argument out of range, before anything
+        is queued.
         """
         d = self.dims
         if token is not None and not 0 <= token < d.vocab:
@@ -468,7 +482,9 @@ class Megakernel:
         return token
 
     def reset(self) -> None:
-        """After a MegakernelError, or after 2^26 steps (launch asks for it): clears counters, sums and the error word. The KV pools are kept."""
+        """After a MegakernelError, or after 2^26 steps (launch asks for it): clears counters, sums and the error word.
+        The KV pools are kept.
+        """
         torch.cuda.synchronize(self.device)
         for tensor in (self._sums, self._counters, self._out):
             tensor.zero_()

@@ -1,11 +1,13 @@
 """What every SM does in a decode step: static task lists, built on the host.
 
-A step is one program per layer kind (dense first layer, mixture-of-experts layer) and one for the head. A program is, per
-SM, a short list of tasks over *units*; a unit is the smallest piece of work, and the same one SM always does it:
+A step is one program per layer kind (dense first layer, mixture-of-experts layer) and one for the head. A program is,
+per SM, a short list of tasks over *units*; a unit is the smallest piece of work, and the same one SM always does it:
 
 - QKV: 8 rows of the fused projection over the whole hidden vector (one chunk of the ring).
-- EXPERTS: 8 intermediate channels of one expert: 8 gate rows, 8 up rows, then the same 8 columns of down (three chunks).
-  In a mixture layer unit u belongs to the expert of rank u // units_per_expert, so the list is static although the experts are not.
+- EXPERTS: 8 intermediate channels of one expert: 8 gate rows, 8 up rows, then the same 8 columns of down (three
+  chunks).
+  In a mixture layer unit u belongs to the expert of rank u // units_per_expert, so the list is static although the
+  experts are not.
 - ATTENTION: every `splits`-th page of one KV head, from page `split` on.
 - OPROJ: 8 of the attention's output channels times the same 8 columns of the output projection (one chunk).
 - HEAD: 8 vocabulary rows (one chunk).
@@ -36,8 +38,9 @@ MAX_SMS = 254
 class Dims:
     """A model's shape. Equal to the struct of the same name in native/dims.h.
 
-    `full_every`: layers with l % full_every == 0 attend to everything, the others to the last `window` tokens. Layer 0 is
-    dense; rotary positions are applied on sliding layers and on layer 0. Head size is 128, 8 query heads share a KV head.
+    `full_every`: layers with l % full_every == 0 attend to everything, the others to the last `window` tokens. Layer 0
+    is dense; rotary positions are applied on sliding layers and on layer 0. Head size is 128, 8 query heads share a KV
+    head.
     """
 
     name: str
@@ -150,7 +153,7 @@ class Task(NamedTuple):
 
     op: Op
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method of that name is not wanted
 
 
 Program = list[Task]
@@ -195,7 +198,9 @@ class Schedule:
 
 
 def deal(units: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `units` and follow `shares`: cumulative rounding, so a run of SMs is never off by more than one."""
+    """Whole numbers that sum to `units` and follow `shares`: cumulative rounding, so a run of SMs is never off by more
+    than one.
+    """
     total, done, given, out = sum(shares), 0.0, 0, []
     for share in shares:
         done += share
@@ -216,10 +221,11 @@ def build(
 ) -> Schedule:
     """Task lists for `num_sms` SMs.
 
-    sm_weights: relative speed of each SM (equal if None). before_attention: chunks that an SM does before its attention, QKV and whole
-    expert units; last_experts: expert units after the output projection. The other experts lie between the two and cover the
-    way from the slowest attention to the first output channel. most_qkv: QKV units an SM may have above the average to make up for fewer
-    expert units. Raises ValueError where the model cannot be dealt to that many SMs.
+    sm_weights: relative speed of each SM (equal if None). before_attention: chunks that an SM does before its
+    attention, QKV and whole expert units; last_experts: expert units after the output projection. The other experts lie
+    between the two and cover the way from the slowest attention to the first output channel. most_qkv: QKV units an SM
+    may have above the average to make up for fewer expert units. Raises ValueError where the model cannot be dealt to
+    that many SMs.
     """
     weights = list(sm_weights) if sm_weights is not None else [1.0] * num_sms
     if num_sms > MAX_SMS:
