@@ -118,7 +118,9 @@ class Core:
             executor.groups, memory, executor.max_context, limits.rows, limits.chunk, page_size
         )
         if self.max_model_len < page_size:
-            raise CoreError(f"{memory >> 20} MiB is too little memory for the KV cache; allow more with --kv-memory")
+            raise CoreError(
+                f"{memory / 2**20:.1f} MiB is too little memory for the KV cache; allow more with --kv-memory"
+            )
         executor.allocate(pages)
         self.scheduler = Scheduler(
             KVCache(executor.groups, pages, limits.chunk, page_size),

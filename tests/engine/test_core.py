@@ -21,8 +21,11 @@ from northchat.engine.protocol import (
     Failed,
     Loading,
     Ready,
+    Sampling,
     Shutdown,
     Step,
+    Submit,
+    encode,
     send,
 )
 
@@ -100,9 +103,9 @@ def test_a_request_that_cannot_be_served_ends_in_one_line(prompt: list[int], exp
 
 
 def test_a_failing_device_ends_every_request_and_the_core() -> None:
-    with serving(FakeExecutor(fail_at=20)) as (peer, _, codes):
-        for rid in range(1, 7):
-            peer.submit(rid, [rid, 2, 3], 30)
+    with serving(FakeExecutor(fail_at=3)) as (peer, _, codes):
+        # In one piece: the core has read all of them before its first step.
+        peer.sock.sendall(b"".join(encode(Submit(rid, [rid, 2, 3], 30, Sampling())) for rid in range(1, 7)))
         got = peer.until_finished(*range(1, 7))
         assert peer.next() is None
     assert all(outputs[-1].finish == "error" for outputs in got.values())
