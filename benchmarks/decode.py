@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py                          # speed at 1K, 8K, 32K
     python benchmarks/decode.py --check                  # logits against an fp32 reference, bit stability, time-outs
-    python benchmarks/decode.py --timeline timeline.json # where each SM's time goes
+    python benchmarks/decode.py --timeline timeline.svg # where each SM's time goes
     python benchmarks/decode.py --config in_flight=2 --config in_flight=3,last_experts=1   # several settings in one run
 
 Speed is measured three ways: `step` is the public step, whose token the host waits for; `ahead` launches each step
@@ -17,6 +17,7 @@ import json
 import statistics
 import subprocess
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -282,6 +283,38 @@ def timeline(bench: Bench, kernel: Megakernel, context: int) -> dict[str, Any]:
     }
 
 
+def picture(ticks: list[list[list[int]]]) -> str:
+    """Two layers of a step as SVG: a row for each SM, a colour for each phase. ticks: [num_sms][layers][24], ns."""
+    phases = ("wait for the residual", "norm", "QKV", "experts", "attention", "experts", "output projection", "end")
+    colours = ("#d8d8d8", "#444444", "#4c78a8", "#f2a65a", "#54a24b", "#e07b39", "#9467bd", "#111111")
+    start = min(sm[0][0] for sm in ticks)
+    end = max(sm[2][0] for sm in ticks)
+    row, left, top, scale = 4, 40, 44, 1000 / (end - start)
+    out = []
+    for i, sm in enumerate(ticks):
+        for layer in range(2):
+            # Arrival, H1 passed, normed, ends of the five tasks; then the next arrival.
+            times = [*sm[layer][:8], sm[layer + 1][0]]
+            for phase, (a, b) in enumerate(pairwise(times)):
+                if b > a:
+                    x, width = left + (a - start) * scale, (b - a) * scale
+                    box = f'x="{x:.1f}" y="{top + i * row}" width="{width:.1f}" height="{row}"'
+                    out.append(f'<rect {box} fill="{colours[phase]}"/>')
+    bottom = top + len(ticks) * row
+    for us in range(0, int((end - start) / 1000) + 1, 5):
+        x = left + us * 1000 * scale
+        out.append(f'<path d="M{x:.1f} {bottom}v6" stroke="#000"/><text x="{x:.1f}" y="{bottom + 18}">{us}</text>')
+    for phase, name in enumerate(phases):
+        x, y = left + phase % 4 * 190, 6 + phase // 4 * 18
+        out.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colours[phase]}"/>')
+        out.append(f'<text x="{x + 18}" y="{y + 11}" text-anchor="start">{name}</text>')
+    out.append(f'<text x="{left + 500}" y="{bottom + 34}">microseconds; a row for each of {len(ticks)} SMs</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="1060" height="{bottom + 42}" font-family="sans-serif" '
+        f'font-size="12" text-anchor="middle"><rect width="100%" height="100%" fill="#fff"/>{"".join(out)}</svg>\n'
+    )
+
+
 def environment() -> dict[str, str]:
     def shell(*command: str) -> str:
         try:
@@ -305,7 +338,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--check-contexts", default="0,1,62,63,64,1023,4094,4095,4096,8191,32000")
     parser.add_argument("--stability", type=int, default=0, metavar="STEPS", help="greedy steps, repeated 5 times")
-    parser.add_argument("--timeline", metavar="FILE")
+    parser.add_argument("--timeline", metavar="FILE", help="an SVG of two layers; figures go to --out")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--no-speed", action="store_true")
     parser.add_argument("--probe", action="store_true", help="read bandwidth for three seconds")
@@ -348,15 +381,16 @@ def main() -> None:
             entry["speed"] = [speed(bench, kernel, c, a.steps) for c in contexts if c + a.steps <= bench.max_context]
             for r in entry["speed"]:
                 print(
-                    f"{text or 'default':40} context {r['context']:6}: step {r['step_us']:7.1f} us {r['step_tok_s']:6.1f} tok/s | "
-                    "ahead "
-                    f"{r['ahead_us']:7.1f} us {r['ahead_tok_s']:6.1f} tok/s | kernel {r['kernel_us']:7.1f} us | "
-                    f"{r['bytes'] / 1e9:.3f} GB, "
-                    f"{100 * r['of_peak']:.1f} % of 4.70 TB/s",
+                    f"{text or 'default':40} context {r['context']:6}: "
+                    f"step {r['step_us']:7.1f} us {r['step_tok_s']:6.1f} tok/s | "
+                    f"ahead {r['ahead_us']:7.1f} us {r['ahead_tok_s']:6.1f} tok/s | kernel {r['kernel_us']:7.1f} us | "
+                    f"{r['bytes'] / 1e9:.3f} GB, {100 * r['of_peak']:.1f} % of 4.70 TB/s",
                     flush=True,
                 )
         if a.timeline and len(result["runs"]) == 1:
-            entry["timeline"] = timeline(bench, kernel, contexts[min(1, len(contexts) - 1)])
+            entry["timeline"] = found = timeline(bench, kernel, contexts[min(1, len(contexts) - 1)])
+            with open(a.timeline, "w", encoding="utf-8") as file:
+                file.write(picture(found["ticks"]))
         del kernel
     if a.probe:
         result["read_bandwidth"] = bandwidth(bench)

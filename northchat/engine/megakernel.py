@@ -200,7 +200,7 @@ class Weights:
 
 
 def pack_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """[units, elements]: per 8 channels the gate rows, the up rows, the columns of down with the router multiplied in."""
+    """[units, elements]: per 8 channels the gate rows, the up rows, the columns of down with the router in them."""
     folded = (router @ down.float()).bfloat16()
     return torch.cat([pack_rows(gate), pack_rows(up), pack_columns(down, folded)], dim=1)
 
