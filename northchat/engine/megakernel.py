@@ -232,7 +232,7 @@ def kv_pool(layers: int, pages: int, kv_heads: int, device: str | torch.device =
 
 
 def extension() -> ModuleType:
-    """The compiled module; raises MegakernelUnavailable where it was not built."""
+    """The compiled module; raises RuntimeError where it was not built."""
     try:
         import northchat._megakernel as native
     except ImportError as error:
@@ -316,10 +316,10 @@ class Megakernel:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self._tables = (zeros(pages), zeros(pages))
-        self._known: list[tuple[int, torch.Tensor, tuple[int, int, int] | None]] = [
+        self._known: list[tuple[int, torch.Tensor, tuple[torch.Tensor, int] | None]] = [
             (0, torch.empty(0, dtype=torch.int32), None)
         ] * 2
-        """First checked entry, entries and version of the tables on the device."""
+        """Of each table on the device: first checked entry, entries, and the tensor and version they came from."""
         self._tasks = torch.tensor(schedule.table(), dtype=torch.int32, device=device)
         self._rope = rope_table(dims, max_context, device)
         self._layers = torch.tensor(
@@ -496,14 +496,13 @@ class Megakernel:
     def _upload(self, group: int, table: Sequence[int] | torch.Tensor, position: int, first: int) -> None:
         name, pages = ("page_table_full", "page_table_sliding")[group], self._pools[group].shape[1]
         need = position // PAGE + 1
-        since, known, version = self._known[group]
+        since, known, source = self._known[group]
+        seen = None
         if isinstance(table, torch.Tensor) and not table.is_inference():
-            # A tensor that nobody has written to since needs no second look.
-            seen = (table.data_ptr(), table.numel(), table._version)
-            if seen == version and since <= first and need <= known.numel():
+            # The same tensor (kept, so that no other can take its place) that nobody has written to needs no second look.
+            seen = table, table._version
+            if source and source[0] is table and source[1] == seen[1] and since <= first and need <= known.numel():
                 return
-        else:
-            seen = None
         host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
         if (
             since <= first

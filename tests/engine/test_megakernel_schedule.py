@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from northchat.engine.interpreter import Deadlock, Interpreter, random_weights, reference_step
 from northchat.engine.megakernel import (
     Get,
+    Megakernel,
     Weights,
     kv_pool,
     pack_columns,
@@ -272,3 +273,45 @@ def test_pages_seen_from_a_position() -> None:
     assert d.full_layers + d.sliding_layers == d.layers
     assert [d.index_in_group(layer) for layer in (0, 1, 3, 4, 5, 48)] == [0, 0, 2, 1, 3, 12]
     assert PAGE == 64
+
+
+# ---- page tables ----
+
+
+def without_gpu() -> Megakernel:
+    """A kernel of which only the page tables exist."""
+    kernel = Megakernel.__new__(Megakernel)
+    kernel._pools = pools()
+    kernel._tables = (torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32))
+    kernel._known = [(0, torch.empty(0, dtype=torch.int32), None)] * 2
+    kernel.max_context = 16 * PAGE
+    return kernel
+
+
+def test_tables_are_uploaded_whenever_they_change() -> None:
+    kernel = without_gpu()
+    table = torch.tensor([4, 5, 6, 7], dtype=torch.int32)
+    kernel._upload(0, table, 130, 0)
+    assert kernel._tables[0][:3].tolist() == [4, 5, 6]
+    table[1] = 9  # in place
+    kernel._upload(0, table, 130, 0)
+    assert kernel._tables[0][:3].tolist() == [4, 9, 6]
+    kernel._upload(0, [1, 2, 3, 0], 200, 0)
+    assert kernel._tables[0][:4].tolist() == [1, 2, 3, 0]
+    kernel._upload(0, table.clone(), 130, 0)
+    assert kernel._tables[0][:3].tolist() == [4, 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("table", "position", "first"), [([0], 64, 0), ([0, PAGES], 64, 0), ([-1, 0], 64, 0), ([0] * 20, 17 * PAGE, 0)]
+)
+def test_wrong_tables_are_refused(table: list[int], position: int, first: int) -> None:
+    with pytest.raises(ValueError, match="page_table_full"):
+        without_gpu()._upload(0, table, position, first)
+
+
+def test_pages_before_the_window_do_not_matter_until_they_are_seen() -> None:
+    kernel = without_gpu()
+    kernel._upload(1, [-1, -1, 3], 130, 2)
+    with pytest.raises(ValueError, match="page_table_sliding"):
+        kernel._upload(1, [-1, -1, 3], 130, 1)
