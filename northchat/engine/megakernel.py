@@ -499,7 +499,7 @@ class Megakernel:
         since, known, source = self._known[group]
         seen = None
         if isinstance(table, torch.Tensor) and not table.is_inference():
-            # The same tensor (kept, so that no other can take its place) that nobody has written to needs no second look.
+            # The same tensor (kept, so that no other takes its place) that nobody has written to needs no second look.
             seen = table, table._version
             if source and source[0] is table and source[1] == seen[1] and since <= first and need <= known.numel():
                 return
