@@ -31,9 +31,9 @@ from northchat.engine.scheduler import Scheduler
 from northchat.messages import Message, Turn
 from northchat.messages import Sampling as Defaults
 from northchat.model.catalog import resolve
+from northchat.model.checkpoint import open_weights
 from northchat.model.paged_kv import PagedKV, Span
 from northchat.model.tokenizer import Tokenizer
-from northchat.model.checkpoint import open_weights
 
 PROMPTS = (
     "What is the capital of France?", "Write a Python function that reverses a string.", "Tell me a story about a fox.",
