@@ -130,6 +130,8 @@ class ChatApp(App[None]):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self._leave, 128 + number)
+        # After `fg` the terminal shows what the shell left there.
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         self._prompt.focus_text()
         self._transcript.add(Welcome())
         self.call_after_refresh(self._begin)
@@ -356,7 +358,8 @@ class ChatApp(App[None]):
             if not wanted:
                 return
         config = backend.switch(self._config, wanted, self._choices)
-        if (config.model, config.base_url) == (self._config.model, self._config.base_url):
+        if self._answers(config):
+            self._transcript.add(Notice(f"{self._status.state.model} is in use already."))
             return
         self._config = config
         self._stop_answer()
@@ -370,6 +373,13 @@ class ChatApp(App[None]):
         at = f" at {link.remote}" if link.remote else ""
         self._transcript.add(Notice(f"Switching to {config.model or 'the default model'}{at}."))
         self._run_link(link)
+
+    def _answers(self, config: Config) -> bool:
+        """Whether `config` names who answers already; after a failure, to choose the same is to try it again."""
+        health = self._link.health
+        if health is None or health.status == "failed" or config.base_url != self._config.base_url:
+            return False
+        return config.model in (self._config.model, health.model)
 
     # -- keys ------------------------------------------------------------------------------------------------------
 

@@ -276,6 +276,18 @@ async def test_model_switches_live_and_the_conversation_goes_on() -> None:
     assert contents(script) == [("user", "first"), ("assistant", "small"), ("user", "second")]
 
 
+async def test_to_choose_the_model_in_use_says_so_and_keeps_the_answer() -> None:
+    script = Script([[Text("half an ans"), asyncio.Event()]])
+    async with script.app().run_test(size=SIZE) as pilot:
+        await sees(pilot, "ready")
+        await say(pilot, "first")
+        await sees(pilot, "half an ans")
+        await say(pilot, "/model smollm2-135m")
+        await sees(pilot, "smollm2-135m is in use already.")
+        await sees(pilot, "answering")
+        await sees_no(pilot, "Switching")
+
+
 async def test_clear_forgets() -> None:
     script = Script([answer("one"), answer("two")])
     async with script.app().run_test(size=SIZE) as pilot:

@@ -125,6 +125,19 @@ def test_signals_leave_the_terminal_as_it_was(
     assert_restored(screen.bytes)
 
 
+def test_after_ctrl_z_and_fg_the_whole_screen_is_there(terminal: Callable[[str], Terminal]) -> None:
+    screen = terminal("hello")
+    screen.sees("ready")
+    screen.send("\x1a")
+    screen.read_until(lambda: os.waitpid(screen.pid, os.WNOHANG | os.WUNTRACED)[0])
+    assert_restored(screen.bytes)
+    screen.bytes = b""
+    os.kill(screen.pid, signal.SIGCONT)
+    screen.sees("Ask a question.")
+    screen.send("\x04")
+    assert screen.exit_code() == 0
+
+
 def test_a_fault_of_ours_is_one_line_and_the_terminal_is_restored(
     terminal: Callable[[str], Terminal], home: Path
 ) -> None:
