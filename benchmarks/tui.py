@@ -145,9 +145,10 @@ def serving() -> Iterator[Server]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     yield server
-    listening.close()
+    loop.call_soon_threadsafe(listening.close)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+    loop.close()
 
 
 def streamed(server: Server, kind: str, rate: float) -> dict[str, Any]:

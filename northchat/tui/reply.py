@@ -13,6 +13,8 @@ FLUSH_S = 1 / 10
 STATUS_S = 1 / 4
 MAX_SHARE = 0.25
 """Of the time that drawing may take; a text that is slow to lay out is drawn less often."""
+MAX_WAIT_S = 0.5
+"""However slow it is."""
 
 
 class Reply:
@@ -26,7 +28,6 @@ class Reply:
         self._next_flush = 0.0
         self._next_status = 0.0
         self._phase, self._stats = "waiting", Stats()
-        self.any_text = False
 
     def take(self, event: Event) -> None:
         match event:
@@ -52,9 +53,11 @@ class Reply:
         if not self._dirty or now < self._next_flush:
             return
         dirty, self._dirty = self._dirty, []
+        # Processor time: a flush that only had to wait for its turn is no reason to draw less often.
+        before = time.thread_time()
         for block in dirty:
             self._transcript.changed(block)
-        self._next_flush = now + (time.monotonic() - now) / MAX_SHARE
+        self._next_flush = now + min((time.thread_time() - before) / MAX_SHARE, MAX_WAIT_S)
 
     def end(self, remark: str = "", failure: Failure | None = None) -> None:
         """Nothing more comes. `remark` says why the text stops where it does."""
@@ -77,7 +80,6 @@ class Reply:
             self._transcript.add(self._open)
             self._next_flush = 0.0
         self._open.write(text)
-        self.any_text = True
         if self._open not in self._dirty:
             self._dirty.append(self._open)
         if not self._next_flush:

@@ -129,12 +129,12 @@ class Transcript(ScrollView, can_focus=False):
 
     def _refit_slice(self) -> None:
         """Lays out some of the blocks that still are as wide as before, the latest first."""
-        end = time.monotonic() + SLICE_S
+        end = time.thread_time() + SLICE_S
         anchor = self._locate(self.scroll_offset.y)
         for block in reversed(self._blocks):
             if not block.stale(self._width, self._palette):
                 continue
-            if time.monotonic() > end:
+            if time.thread_time() > end:
                 self.set_timer(0.02, self._refit_slice)
                 break
             block.lay_out(self._width, self._palette)
