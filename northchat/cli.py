@@ -156,9 +156,18 @@ def _serve(settings: "Config") -> int:
     except backend.BackendError as error:
         print(f"northchat: {error}", file=sys.stderr)
         return 1
+    from northchat import launch, lend
     from northchat.host.main import Settings, serve
 
     model, device = settings.model or backend.DEFAULT_MODEL, settings.device or "cpu"
+    try:
+        while engine := launch.Launch(model, device).running():
+            code = lend.run(engine, model, settings.host, settings.port, settings.serve_key)
+            if code is not None:
+                return code
+    except launch.LaunchError as error:
+        print(f"northchat: {error}", file=sys.stderr)
+        return 1
     return serve(Settings(model, device, serve=(settings.host, settings.port), api_key=settings.serve_key))
 
 

@@ -150,8 +150,20 @@ class Client:
 
         Ends when the host leaves. Raises ClientError when it can't be reached or dies.
         """
+        async with aclosing(self._reports("GET", "attach")) as states:
+            async for health in states:
+                yield health
+
+    async def lend(self, host: str, port: int, api_key: str | None) -> AsyncGenerator[Health]:
+        """As attach(); while this runs, our host has a TCP endpoint too. Also raises ClientError when it can't."""
+        body = msgspec.json.encode({"host": host, "port": port, "api_key": api_key})
+        async with aclosing(self._reports("POST", "lend", body)) as states:
+            async for health in states:
+                yield health
+
+    async def _reports(self, method: str, name: str, body: bytes | None = None) -> AsyncGenerator[Health]:
         async with (
-            self._request("GET", f"{self._origin}/northchat/attach") as response,
+            self._request(method, f"{self._origin}/northchat/{name}", body) as response,
             aclosing(_data(response)) as events,
         ):
             async for data in events:

@@ -71,16 +71,27 @@ class Launch(NamedTuple):
         except OSError as error:
             raise LaunchError(f"can't start the engine: {error.strerror}: {error.filename}") from error
 
+    def running(self) -> "Endpoint | None":
+        """The endpoint of a host that runs already; there is time to attach. Raises LaunchError."""
+        from northchat.client import Endpoint
+
+        try:
+            place = rendezvous.place(self.model, self.device)
+            there = any(_fits(host, place) and _stays(place) for host in list_hosts())
+            return Endpoint("http://localhost/v1", uds=str(place.socket)) if there else None
+        except paths.PathError as error:
+            raise LaunchError(str(error)) from error
+
     def _make_room(self, place: Place) -> bool:
         """Whether a host that fits is there. Others on the device are stopped. Raises LaunchError for a busy one."""
         for host in list_hosts():
             if host.info.device != self.device:
                 continue
-            same = host.place == place
-            if same and host.info.version == version.current() and host.health.get("status") in ("loading", "ready"):
+            fits = _fits(host, place)
+            if fits and _stays(place):
                 return True
-            if host.busy and host.health.get("status") != "failed":
-                what = f"version {host.info.version}" if same else host.info.model
+            if not fits and host.busy and host.health.get("status") != "failed":
+                what = f"version {host.info.version}" if host.place == place else host.info.model
                 raise LaunchError(
                     f"an engine with {what} is in use on {self.device} (process {host.info.pid}); "
                     "leave the northchat that uses it, or run `northchat engine stop`"
@@ -125,7 +136,7 @@ def list_hosts() -> list[HostStatus]:
     hosts = []
     for info in rendezvous.living():
         place = Place(info.model, info.device)
-        hosts.append(HostStatus(info, place, _health(place.socket)))
+        hosts.append(HostStatus(info, place, _json(place.socket, "GET", "/health")))
     return hosts
 
 
@@ -144,14 +155,25 @@ def stop_host(host: HostStatus) -> None:
     raise LaunchError(f"the engine with {host.info.model} (process {host.info.pid}) does not end; kill it by hand")
 
 
-def _health(path: Path) -> dict[str, Any]:
+def _fits(host: HostStatus, place: Place) -> bool:
+    same = host.place == place and host.info.version == version.current()
+    return same and host.health.get("status") in ("loading", "ready")
+
+
+def _stays(place: Place) -> bool:
+    """Announces a client to the host, which may be about to leave."""
+    return _json(place.socket, "POST", "/northchat/greet").get("stays") is True
+
+
+def _json(path: Path, method: str, target: str) -> dict[str, Any]:
+    """The object that is answered; empty without one."""
     import json
 
     try:
-        health = json.loads(_http(path, "GET", "/health"))
+        value = json.loads(_http(path, method, target))
     except (OSError, ValueError):
         return {}
-    return health if isinstance(health, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _http(path: Path, method: str, target: str) -> bytes:

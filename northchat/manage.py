@@ -27,8 +27,9 @@ def engine(argv: list[str]) -> int:
         health = host.health
         state = health.get("status", "does not answer")
         users = f"{health.get('clients', 0)} attached, {health.get('running', 0)} running" if health else ""
-        place = f"http://{host.info.serving}/v1" if host.info.serving else ""
-        facts = (host.info.model, host.info.device, f"process {host.info.pid}", state, users, place)
+        addresses = filter(None, [host.info.serving, *health.get("serving", [])])
+        places = ", ".join(f"http://{address}/v1" for address in addresses)
+        facts = (host.info.model, host.info.device, f"process {host.info.pid}", state, users, places)
         print(" · ".join(fact for fact in facts if fact))
     if not hosts:
         print("no engine is running")

@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "unix_transport": set(),
     "client": {"messages", "unix_transport", "wire"},
     "launch": {"client", "paths", "rendezvous", "version"},
+    "lend": {"client"},
     "agent": {*GROUND, "client", "config", "launch"},
     # front ends
     "tui": {*GROUND, "agent", "client", "config"},
@@ -41,7 +42,20 @@ ROOMS: dict[str, set[str]] = {
     "completion": set(),
     "doctor": {*GROUND, "launch", "model"},
     "manage": {*GROUND, "config", "doctor", "launch"},
-    "cli": {*GROUND, "agent", "completion", "config", "headless", "host", "manage", "model", "repl", "tui"},
+    "cli": {
+        *GROUND,
+        "agent",
+        "completion",
+        "config",
+        "headless",
+        "host",
+        "launch",
+        "lend",
+        "manage",
+        "model",
+        "repl",
+        "tui",
+    },
     "__main__": {"cli"},
 }
 LIGHT = ["cli", "config", "paths", "messages", "sanitize", "wire", "client", "launch", "headless", "repl", "manage"]

@@ -1,8 +1,6 @@
 """The routes, and OpenAI-shaped errors for whatever goes wrong in them."""
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -15,14 +13,11 @@ from northchat.host import transport
 from northchat.host.chat_completions import chat_completions
 from northchat.host.completions import completions
 from northchat.host.errors import ApiError
-from northchat.host.state import State
+from northchat.host.lend import lend
+from northchat.host.state import State, reports
 from northchat.host.turns import Turns
 
 log = logging.getLogger(__name__)
-
-ATTACH_KEEP_ALIVE = 10.0
-ATTACH_PAUSE = 0.1
-"""Seconds between two reports: what changes meanwhile is in the next."""
 
 
 class Host(Protocol):
@@ -34,8 +29,8 @@ class Host(Protocol):
 
     def stop(self) -> None: ...
 
-    def greet(self) -> None:
-        """A client asked for our health: give it time to attach."""
+    def greet(self) -> bool:
+        """A client is about to attach: give it time. Whether we stay at all."""
 
 
 def make_app(host: Host) -> Starlette:
@@ -48,6 +43,8 @@ def make_app(host: Host) -> Starlette:
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/northchat/attach", attach),
+            Route("/northchat/greet", greet, methods=["POST"]),
+            Route("/northchat/lend", lend, methods=["POST"]),
             Route("/northchat/stop", stop, methods=["POST"]),
         ],
         exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_bug},
@@ -61,9 +58,8 @@ async def root(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    host = _host(request)
-    host.greet()
-    return transport.json_response(host.state.health, 200 if host.state.health.status == "ready" else 503)
+    health = _host(request).state.health
+    return transport.json_response(health, 200 if health.status == "ready" else 503)
 
 
 async def models(request: Request) -> Response:
@@ -97,20 +93,11 @@ async def attach(request: Request) -> Response:
     """Health on every change, as server-sent events; the connection itself says that a client is there."""
     state = _host(request).state
     state.attach()
-    return transport.EventStream(_reports(state), state.detach)
+    return transport.EventStream(reports(state), state.detach)
 
 
-async def _reports(state: State) -> AsyncGenerator[bytes, None]:
-    while not state.closed:
-        changed = state.changed
-        yield transport.event(state.health)
-        await asyncio.sleep(ATTACH_PAUSE)
-        while not changed.is_set():
-            try:
-                async with asyncio.timeout(ATTACH_KEEP_ALIVE):
-                    await changed.wait()
-            except TimeoutError:
-                yield transport.KEEP_ALIVE
+async def greet(request: Request) -> Response:
+    return transport.json_response({"stays": _host(request).greet()})
 
 
 async def stop(request: Request) -> Response:

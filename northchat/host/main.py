@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from northchat import paths, rendezvous, version
+from northchat.host.listen import HostError, bind_tcp, bind_unix
 
 if TYPE_CHECKING:
     from northchat.chat.stream import ChatFormat, Tokenizer
@@ -33,10 +34,6 @@ CUDA_KEEP_ALIVE = 600.0
 PREDECESSOR = 5.0
 """Seconds that a host of the same model, just leaving, may take to be gone."""
 NO_TEMPLATE = "{{ raise_exception('this model has no chat template; only /v1/completions works with it') }}"
-
-
-class HostError(Exception):
-    """The host can't start: one line that names cause and remedy."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,10 @@ class Host:
     def stop(self) -> None:
         self._stopping.set()
 
-    def greet(self) -> None:
-        """Somebody asked for our health and may be about to attach."""
+    def greet(self) -> bool:
+        """Whether there is time to attach for somebody who is about to."""
         self._last_sign = time.monotonic()
+        return not self._stopping.is_set()
 
     async def run(self, sockets: "Sequence[tuple[socket.socket, bool]]", ready: Callable[[], None]) -> bool:
         """Serves on listening sockets, of which each is local (Unix) or not, until stopped or left alone.
@@ -112,6 +110,7 @@ class Host:
                 # A host that failed waits for its clients to hear of it.
                 ends.remove(life)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._stopping.set()
             for task in {life, *ends}:
                 task.cancel()
             await asyncio.gather(life, *ends, return_exceptions=True)
@@ -191,6 +190,8 @@ class Host:
                 patience = GRACE
             left = max(alone_since + patience, self._last_sign + GRACE) - time.monotonic()
             if left <= 0:
+                # Who greets us from now on is told that we leave.
+                self.stop()
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
@@ -257,35 +258,6 @@ def eos_ids(config: dict[str, Any]) -> list[int]:
 
 
 # Start
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Replaces a socket that a dead host left; the caller holds the lock of the place."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(128)
-    return listener
-
-
-def bind_tcp(address: tuple[str, int], api_key: str | None) -> socket.socket:
-    """Raises HostError for an address that is taken, unknown, or open to others without a key."""
-    from northchat.host.guard import is_loopback
-
-    host, port = address
-    if api_key is None and not is_loopback(host):
-        raise HostError(f"{host} is open to other machines: set an API key (NORTHCHAT_API_KEY), or use 127.0.0.1")
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(256)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise HostError(f"can't listen on {host}:{port} ({reason}); choose another with --host and --port") from error
-    return listener
 
 
 @contextlib.contextmanager

@@ -2,11 +2,17 @@
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 import msgspec
 
 from northchat import version
+from northchat.host import transport
+
+KEEP_ALIVE = 10.0
+PAUSE = 0.1
+"""Seconds between two reports: what changes meanwhile is in the next."""
 
 
 class Progress(msgspec.Struct):
@@ -33,6 +39,8 @@ class Health(msgspec.Struct):
     running: int = 0
     waiting: int = 0
     clients: int = 0
+    serving: list[str] = []
+    """host:port of each endpoint that was opened after the start."""
 
 
 class State:
@@ -73,3 +81,17 @@ class State:
 
     def detach(self) -> None:
         self.update(clients=self.health.clients - 1)
+
+
+async def reports(state: State) -> AsyncGenerator[bytes, None]:
+    """Health now and on every change, as server-sent events."""
+    while not state.closed:
+        changed = state.changed
+        yield transport.event(state.health)
+        await asyncio.sleep(PAUSE)
+        while not changed.is_set():
+            try:
+                async with asyncio.timeout(KEEP_ALIVE):
+                    await changed.wait()
+            except TimeoutError:
+                yield transport.KEEP_ALIVE
