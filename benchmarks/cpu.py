@@ -48,8 +48,8 @@ ANSWER = 64
 PROMPT = 512
 LONG = 2000
 STREAMS = 8
-BATCH_PAGES = 12
-"""So few that eight requests don't fit and some are preempted."""
+BATCH_PAGES = 7
+"""So few that the requests running at once don't fit to their ends, and some are preempted."""
 
 
 class Engine:
