@@ -1,6 +1,7 @@
 """The terminal app: a transcript, a prompt, a line of status, and one answer at a time."""
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.console import Console, RenderableType
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.driver import Driver
@@ -179,15 +181,24 @@ class ChatApp(App[None]):
 
     def _fatal_error(self) -> None:
         """Replaces Textual's: a user gets one line, the log the traceback."""
+        self._report(sys.exc_info()[1] or self._exception)
+
+    def panic(self, *renderables: RenderableType) -> None:
+        """Replaces Textual's, for faults in its threads of input and output."""
+        self._return_code = 1
+        shown = Console(file=io.StringIO(), width=120)
+        shown.print(*renderables)
+        self._report(RuntimeError(shown.file.getvalue()))  # type: ignore[attr-defined]
+
+    def _report(self, error: BaseException | None) -> None:
         log = paths.state_dir() / "tui.log"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a", encoding="utf-8") as file:
-                traceback.print_exc(file=file)
+                traceback.print_exception(error, file=file)
             where = f"; the details are in {log}"
         except OSError:
             where = ""
-        error = sys.exc_info()[1] or self._exception
         self.last_words = f"northchat: a fault in the terminal app ({type(error).__name__}){where}"
         self._close_messages_no_wait()
 

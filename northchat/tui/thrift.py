@@ -4,8 +4,10 @@ Over ssh a scrolling answer would cost kilobytes a token. Here a style is sent a
 a long run of blanks as an erasure where the terminal erases in the current colour.
 """
 
+import codecs
 import re
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -47,7 +49,13 @@ def thrifty(frame: str, erases_in_colour: bool) -> str:
 
 
 def thrifty_driver(base: "type[Driver]") -> "type[Driver]":
-    """A driver that writes thriftily. Each write is one frame, or control sequences without a style."""
+    """A driver that writes thriftily. Each write is one frame, or control sequences without a style.
+
+    It also reads leniently: bytes that are no UTF-8, in a paste, would end Textual's thread of input.
+    """
+    from textual.drivers import linux_driver
+
+    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined]
     erases = _erases_in_colour()
 
     class ThriftyDriver(base):  # type: ignore[misc, valid-type]
@@ -55,6 +63,10 @@ def thrifty_driver(base: "type[Driver]") -> "type[Driver]":
             super().write(thrifty(data, erases) if "m" in data else data)
 
     return ThriftyDriver
+
+
+def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+    return partial(codecs.getincrementaldecoder(encoding), "replace")
 
 
 def _erase(blanks: re.Match[str]) -> str:

@@ -288,6 +288,16 @@ async def test_to_choose_the_model_in_use_says_so_and_keeps_the_answer() -> None
         await sees_no(pilot, "Switching")
 
 
+async def test_a_fault_in_the_thread_of_input_is_one_line(home: Path) -> None:
+    app = Script().app()
+    async with app.run_test(size=SIZE) as pilot:
+        await sees(pilot, "ready")
+        app.panic("OSError: the terminal is gone")
+    assert app.return_code == 1
+    assert app.last_words.startswith("northchat: a fault in the terminal app")
+    assert "the terminal is gone" in (home / "state/northchat/tui.log").read_text()
+
+
 async def test_clear_forgets() -> None:
     script = Script([answer("one"), answer("two")])
     async with script.app().run_test(size=SIZE) as pilot:

@@ -37,8 +37,8 @@ class Terminal:
     def text(self) -> str:
         return SEQUENCE.sub(b"", self.bytes).decode(errors="replace")
 
-    def send(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
+    def send(self, keys: str | bytes) -> None:
+        os.write(self._fd, keys.encode() if isinstance(keys, str) else keys)
 
     def read_until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds
@@ -136,6 +136,16 @@ def test_after_ctrl_z_and_fg_the_whole_screen_is_there(terminal: Callable[[str],
     screen.sees("Ask a question.")
     screen.send("\x04")
     assert screen.exit_code() == 0
+
+
+def test_bytes_that_are_no_utf8_are_pasted_as_replacements(terminal: Callable[[str], Terminal]) -> None:
+    screen = terminal("hello")
+    screen.sees("ready")
+    screen.send(b"\x1b[200~caf\xe9 \xff\x9b \xc3\xa9\x1b[201~")
+    screen.sees("caf\ufffd \ufffd\ufffd \xe9")
+    screen.send("\x03\x04")
+    assert screen.exit_code() == 0
+    assert_restored(screen.bytes)
 
 
 def test_a_fault_of_ours_is_one_line_and_the_terminal_is_restored(
