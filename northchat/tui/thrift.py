@@ -55,7 +55,7 @@ def thrifty_driver(base: "type[Driver]") -> "type[Driver]":
     """
     from textual.drivers import linux_driver
 
-    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined]
+    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined, assignment]
     erases = _erases_in_colour()
 
     class ThriftyDriver(base):  # type: ignore[misc, valid-type]
